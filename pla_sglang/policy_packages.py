@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import sys
 from collections.abc import Sequence
 from importlib.metadata import EntryPoint, EntryPoints, entry_points
 from typing import Any, ClassVar
 
-from pla_sglang.common.cli import parse_one
+from pla_sglang.common.cli import parse_pairs
 from pla_sglang.common.errors import ConfigError, PlaError
 from pla_sglang.policy import registry
 from pla_sglang.policy.interface.decisions import PolicySet
@@ -75,16 +74,7 @@ def find_policy(name: str) -> FleetPolicy:
 
 def read_knobs(name: str, texts: Sequence[str]) -> dict[str, float]:
     """``Setup.knobs`` from texts of the form PART.NAME=VALUE, for the policy of this ``name``. Raises ConfigError."""
-    policy, found = find_policy(name), dict[str, float]()
-    for text in texts:
-        knob, _, value = text.partition("=")
-        read = parse_one(f"--policy-knob {knob}", value, policy.find_knob(knob))
-        if knob in found:
-            raise ConfigError(f"--policy-knob {knob} is given twice")
-        if not math.isfinite(read):  # no recording could hold it
-            raise ConfigError(f"--policy-knob {knob} {value!r} is out of range; allowed: a finite number")
-        found[knob] = read
-    return found
+    return parse_pairs("--policy-knob", texts, find_policy(name).find_knob)
 
 
 def find_live_policy(name: str, knobs: Sequence[str] = ()) -> FleetPolicy:

@@ -15,6 +15,7 @@ from pla_sglang.policy.pla.boundary import Boundary
 from pla_sglang.policy.registry import POLICIES, live_policy_names, policy_names
 
 DOCS = Path(__file__).parents[1] / "docs"
+PAGES = {"in_place": "combined", "unite": "combined", "cost": "combined", "eviction": "combined", "predictor": "arrow"}
 
 
 def names_in_first_column(page: Path, heading: str) -> list[str]:
@@ -36,9 +37,8 @@ def test_the_page_of_the_router_names_just_the_live_policies() -> None:
 
 def test_each_policy_knob_stands_on_the_page_of_its_part() -> None:
     knobs = {(part, one) for policy in POLICIES.values() for part, of_part in policy.knobs.items() for one in of_part}
-    of_combined = {"in_place", "unite", "cost", "eviction"}
     for part, config in knobs:
-        page = DOCS / "reference" / "policies" / f"{'combined' if part in of_combined else part}.md"
+        page = DOCS / "reference" / "policies" / f"{PAGES.get(part, part)}.md"
         rows = [line.split("|")[1] for line in page.read_text(encoding="utf-8").splitlines() if line.startswith("| `")]
         named = {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
         assert {declared.field.name for declared in declared_fields(config)} <= named

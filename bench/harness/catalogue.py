@@ -38,6 +38,7 @@ _ALL = (
     Bench("gpu.gpu", "7 min", "a GPU"),
     Bench("harness.publish", "seconds", "results"),
     # the lab: papers, fleets and the search for baselines; with tests, pages and results of its own
+    Bench("lab.agentic", "2 h", "traces", results="simulated"),
     Bench("lab.arrow", "35 min", "engines, traces", results="emulated"),
     Bench("lab.baselines", "35 min", "engines, traces", results="emulated"),
     Bench("lab.best_stock", "30 min", "traces", results="simulated"),
@@ -47,6 +48,7 @@ _ALL = (
     Bench("lab.frontier", "8 min", "engines", results="emulated"),
     Bench("lab.pass_sharing", "2 min", "nothing", results="simulated"),
     Bench("lab.papers.__main__", "27 min", "nothing"),
+    Bench("lab.robustness", "2 h", "traces", results="simulated"),
     Bench("lab.star", "35 min", "engines", results="emulated"),
     Bench("lab.star_decision", "1 min", "nothing"),
 )

@@ -27,8 +27,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from bench.harness.bench import ROOT, Result, is_complete, measuring
 from bench.harness.figures import COLOURS, STOCK_COLOUR, draw_bars, panels
 from bench.harness.report import Cells, emit, environment, markdown, number, say, show
@@ -115,9 +113,7 @@ def begin_later(trace: Trace, share: float) -> Trace:
     gap_s = trace.span_s / max(1, len(trace) - 1)
     before = start_s < trace.arrival_s[0] + share * trace.span_s
     arrival_s = trace.arrival_s + before * (trace.span_s + gap_s)
-    order = np.argsort(arrival_s, kind="stable")
-    rows = dataclasses.replace(trace, arrival_s=np.zeros(len(trace))).take(order)
-    return dataclasses.replace(rows, arrival_s=arrival_s[order] - arrival_s.min())
+    return trace.with_arrivals(arrival_s - arrival_s.min())
 
 
 def measure_cell(cell: Cell) -> Row:

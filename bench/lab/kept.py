@@ -8,7 +8,7 @@ from typing import Any
 
 from bench.check.consistency import Verdict, compare, differences, sums
 from bench.harness.bench import Result
-from bench.lab import arrow, best_stock, best_stock_live, highest_rate, star
+from bench.lab import arrow, best_stock, best_stock_live, highest_rate, robustness, star
 from bench.lab.fleets import forecast, policies
 from bench.lab.papers.__main__ import recompute
 from bench.lab.papers.points import Point, PointsError, read_points
@@ -89,6 +89,7 @@ AGAIN: dict[str, Callable[[Result], Mapping[str, Any]]] = {  # bench -> figures 
     "fleets.policies": lambda result: {"combined_vs_best_single": policies.combined_vs_best_single(result["rows"])},
     "fleets.steadiness": lambda result: {"late_flips_per_hour_max": max(row["late_flips"] for row in result["rows"])},
     "frontier": frontier_again,
+    "robustness": robustness.figures_again,
     "star": lambda result: star.compare_arms(result["arms"]),
 }
 

@@ -14,7 +14,7 @@ import numbers
 import re
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Protocol
 
 from pla_sglang.common.errors import ConfigError
@@ -178,6 +178,12 @@ def declared_fields(config: type) -> tuple[Declared, ...]:
             base = typing.get_args(base)[0] if many else base
             found.append(Declared(field, field.metadata["knob"], base, type(None) in parts, many))
     return tuple(found)
+
+
+def knobs_of_parts(parts: Mapping[str, tuple[type, ...]]) -> dict[str, Declared]:
+    """The fields that ``knob`` made in the dataclasses of each part, by PART.NAME."""
+    configs = [(part, config) for part, of_part in parts.items() for config in of_part]
+    return {f"{part}.{one.field.name}": one for part, config in configs for one in declared_fields(config)}
 
 
 def nested_configs(config: type) -> Iterator[tuple[str, type]]:

@@ -15,7 +15,7 @@ import math
 import re
 import shlex
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Generic, NoReturn, TypeVar
@@ -155,6 +155,23 @@ def parse_one(name: str, text: str, declared: Declared) -> Any:
     value: Any = parse_number(text) if base in (int, float) else text
     check_value(name, value if value != math.inf else text, declared)
     return float(declared.knob.scale.to_field(value)) if base is float else base(value)
+
+
+def parse_pairs(flag: str, texts: Sequence[str], find: Callable[[str], Declared]) -> dict[str, float]:
+    """Values by PART.NAME from texts of the form PART.NAME=VALUE; ``find`` raises for a name that is not known.
+
+    Raises ConfigError.
+    """
+    found = dict[str, float]()
+    for text in texts:
+        name, _, value = text.partition("=")
+        read = parse_one(f"{flag} {name}", value, find(name))
+        if name in found:
+            raise ConfigError(f"{flag} {name} is given twice")
+        if not math.isfinite(read):  # no recording could hold it
+            raise ConfigError(f"{flag} {name} {value!r} is out of range; allowed: a finite number")
+        found[name] = read
+    return found
 
 
 def parse_number(text: str) -> Any:

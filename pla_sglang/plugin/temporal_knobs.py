@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
 
+from pla_sglang.common.checks import Declared, knobs_of_parts
+from pla_sglang.common.cli import parse_pairs
+from pla_sglang.common.errors import ConfigError
 from pla_sglang.plugin.config import PlaConfig
 from pla_sglang.policy.pla.awd import AwdKnobs
 from pla_sglang.policy.pla.graphs.layouts import Layout
 from pla_sglang.policy.pla.long_prompts import LongKnobs
-from pla_sglang.policy.pla.temporal import Mixing
+from pla_sglang.policy.pla.temporal import Mixing, TemporalKnobs
 from pla_sglang.policy.slo.knobs import EnginePolicyKnobs, SloKnobs
 
 AGE_MARGIN = 1.5  # the step model errs, and decode steps fall between the chunks of an aged long
 MOST_CUTS = 8  # a long's chunk never gets smaller than this part of the configured one
 DEPTH_WITHOUT_GRAPHS = AwdKnobs().depth_max
+OWN = "temporal"  # the part of knobs that belong to no other
+PARTS: Mapping[str, tuple[type, ...]] = MappingProxyType(
+    {OWN: (TemporalKnobs,), "awd": (AwdKnobs,), "long_prompts": (LongKnobs,), "slo": (SloKnobs,)}
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,3 +75,22 @@ def temporal_knobs(config: PlaConfig, limits: EngineLimits) -> EnginePolicyKnobs
         slo=SloKnobs(infeasible_age_s=config.lost_max_age_ms / 1e3 if config.deadlines == "decide" else None),
         batch_timeout_s=config.batch_timeout_ms / 1e3,
     )
+
+
+def tune(knobs: EnginePolicyKnobs, texts: Sequence[str]) -> EnginePolicyKnobs:
+    """``knobs`` with those that texts of the form PART.NAME=VALUE set. Raises ConfigError."""
+    changed: dict[str, dict[str, Any]] = {part: {} for part in PARTS}
+    for name, value in parse_pairs("--engine-knob", texts, find_knob).items():
+        part, _, field = name.partition(".")
+        changed[part][field] = value
+    own = changed.pop(OWN)
+    parts = {part: dataclasses.replace(getattr(knobs, part), **values) for part, values in changed.items()}
+    return dataclasses.replace(knobs, **own, **parts)
+
+
+def find_knob(name: str) -> Declared:
+    """The field that PART.NAME stands for. Raises ConfigError."""
+    known = knobs_of_parts(PARTS)
+    if name not in known:
+        raise ConfigError(f"--engine-knob {name!r} is not known; allowed: {', '.join(known)}")
+    return known[name]

@@ -24,7 +24,8 @@ from pla_sglang.policy.interface.decisions import (
 )
 
 SET_ROLE = "set_role"
-VERSION = 5  # 1: without the epochs of roles; 2: without running requests; 3: without moves; 4: without step times
+# 1: without the epochs of roles; 2: without running requests; 3: without moves; 4: without step times and caches.
+VERSION = 5
 
 
 class RecordError(PlaError, ValueError):

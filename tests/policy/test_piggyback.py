@@ -300,7 +300,7 @@ def test_an_urgent_long_prompt_does_not_run_whole_where_it_is_too_late_for_next_
     chunk: WaitingView | None = larger if under_way else None
     shared = PassDecision(S if under_way else L, Reason.SLACK, (one,) if under_way else (one, larger), 1000)
     view = riding(pass_view([one] if under_way else [one, larger], chunk), slack_s=slack_s)
-    planned = plan_mixed_batch(shared, view, FLAT, DECODE, SloKnobs(), now_s=NOW_S, grid_tokens=1)
+    planned = plan_mixed_batch(shared, view, PassCost(view, FLAT, DECODE), SloKnobs(), now_s=NOW_S, grid_tokens=1)
     assert (planned.reason, planned.chunk_tokens, planned.piggyback) == (Reason.SLACK, tokens, piggyback)
     if action is None:
         assert planned == dataclasses.replace(shared, piggyback=piggyback)

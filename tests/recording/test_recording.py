@@ -62,6 +62,8 @@ def record(path: Path, policy: str, *, requests: int = 120, **fields: object) ->
             view.queued_tokens = view.queued_prefills * rng.randrange(1, 900)
             view.queued_attention = view.queued_tokens**2
             view.utilisation = rng.random()
+            view.kv_used_tokens, view.kv_cached_tokens = rng.randrange(5000), rng.randrange(5000)
+            view.evicted_next_s = rng.choice([None, now_s - rng.uniform(0, 200)])
         view = rng.choice(fleet.instances)
         steps = tuple(pass_of(int(2 ** rng.uniform(4, 12)), rng.randrange(8000)) for _ in range(3))
         driver.prefilled(PrefillSample(view, 100, 10_000, 0, 1, rng.uniform(0.05, 0.6), steps), now_s)
@@ -90,6 +92,15 @@ def test_a_replay_flips_the_same_stateless_instances(policy: str, tmp_path: Path
     result = check_replay(tmp_path / "run.jsonl", policy, **fields)
     assert policy != "dopd" or result.reasons["dopd.ratio"] > 0, result.reasons
     assert result.flips_identical == result.flips > 0
+
+
+def test_a_recording_from_before_caches_were_known_can_be_read(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    record(path, "least-tokens")
+    text = re.sub(r',?"(kv_cached_tokens|evicted_next_s)":(null|[-0-9.e]+)', "", path.read_text(encoding="utf-8"))
+    path.write_text(text.replace("{,", "{").replace('"version":5', '"version":4'), encoding="utf-8")
+    _, result = replay_file(path)
+    assert result.identical_share == 1.0, result.differences
 
 
 def test_a_flip_that_comes_out_otherwise_is_counted(tmp_path: Path) -> None:
@@ -221,6 +232,7 @@ def test_views_come_back_as_they_were() -> None:
             fleet.add(InstanceView(len(fleet.instances), f"i{step}", state=InstanceState.STARTING))
         view = rng.choice(fleet.instances)
         view.running, view.token_interval_s = rng.randrange(9), rng.choice([None, 0.5])
+        view.kv_cached_tokens, view.evicted_next_s = rng.randrange(9), rng.choice([None, step - 0.5])
         view.length_class = rng.choice([None, *PrefillClass])
         if step % 3 == 0:
             fleet.set_role(view, rng.choice(list(Role)), float(step))
@@ -235,7 +247,8 @@ def test_views_come_back_as_they_were() -> None:
         assert [str(one) for one in copy.ready] == [str(one) for one in fleet.ready]
         for role in Role:
             assert [one.name for one in copy.by_role[role]] == [one.name for one in fleet.by_role[role]]
-        assert [one.running for one in copy.instances] == [one.running for one in fleet.instances]
+        for field in ("running", "kv_cached_tokens", "evicted_next_s"):
+            assert [getattr(one, field) for one in copy.instances] == [getattr(one, field) for one in fleet.instances]
     copy.check_integrity()
 
 

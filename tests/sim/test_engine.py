@@ -121,6 +121,7 @@ def test_a_prompt_in_the_cache_is_not_computed_again() -> None:
     ids = ((1, 2), (1, 2, 3))
     result = run(trace((0.0, 130, 1), (10.0, 200, 1), hash_ids=ids, block_tokens=64))
     assert result.served.ttft_s().tolist() == pytest.approx([0.13, 0.2 - 0.128])
+    assert result.hit_tokens.tolist() == result.predicted_hit_tokens.tolist() == [0, 128]
 
 
 class LastFirst(Fcfs):
@@ -135,6 +136,8 @@ def test_a_request_beyond_the_match_window_is_matched_when_it_is_added() -> None
     rows = trace((0.0, 130, 1), (0.05, 200, 1), (0.05, 200, 1), hash_ids=ids, block_tokens=64)
     result = run(rows, policy=LastFirst, engine=EngineKnobs(match_window=1))
     assert result.served.ttft_s().tolist() == pytest.approx([0.13, 0.08 + 2 * 0.072, 0.08 + 0.072])
+    assert result.hit_tokens.tolist() == [0, 128, 128]
+    assert result.predicted_hit_tokens.tolist() == [0, 0, 0], "nothing was computed yet when they were sent"
 
 
 def test_a_full_match_still_computes_one_token_or_more() -> None:

@@ -7,8 +7,12 @@ from collections.abc import Mapping
 from pla_sglang.policy.arrow.policy import ArrowKnobs, ArrowPolicy
 from pla_sglang.policy.arrow.role_switches import RoleSwitchKnobs
 from pla_sglang.policy.common.fleet_policy import Built, FleetPolicy, Setup, on_static_split
+from pla_sglang.policy.common.predictor import PredictorKnobs
 
-KNOBS: Mapping[str, tuple[type, ...]] = {"arrow": (ArrowKnobs, RoleSwitchKnobs)}
+KNOBS: Mapping[str, tuple[type, ...]] = {
+    "arrow": (ArrowKnobs, RoleSwitchKnobs),
+    "predictor": (PredictorKnobs,),
+}
 
 
 def make_policy(setup: Setup, *, adaptive: bool = True) -> ArrowPolicy:

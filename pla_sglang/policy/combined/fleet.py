@@ -21,6 +21,7 @@ from pla_sglang.policy.interface.fleet import Role
 from pla_sglang.policy.pla.fitted_boundary import FittedBoundary
 from pla_sglang.policy.pla.pressure import PressureController, PressureKnobs
 from pla_sglang.policy.pla.spatial import SpatialDispatcher, SpatialKnobs
+from pla_sglang.policy.star.fleet import KNOBS as STAR_KNOBS
 from pla_sglang.policy.star.fleet import make_controller as make_star
 
 BOUNDARY_TOKENS = 256
@@ -75,6 +76,7 @@ _KNOBS: Mapping[str, tuple[type, ...]] = {
     "in_place": (InPlaceKnobs,),
     "dopd": (DopdDispatchKnobs,),
     **ARROW_KNOBS,
+    **STAR_KNOBS,
 }
 
 _COLOCATED: Mapping[str, tuple[type, ...]] = {

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
-from pla_sglang.common.checks import Declared, Range, check_fields, declared_fields, knob, require
+from pla_sglang.common.checks import Declared, Range, check_fields, knob, knobs_of_parts, require
 from pla_sglang.common.errors import ConfigError
 from pla_sglang.policy.common.arima import ArimaForecaster
 from pla_sglang.policy.common.capacity import max_running_tokens
@@ -17,7 +17,7 @@ from pla_sglang.policy.common.client_gain import ClientGain, ClientGainKnobs
 from pla_sglang.policy.common.curve import profile_curve
 from pla_sglang.policy.common.dispatch import split_roles
 from pla_sglang.policy.common.forecast import Forecaster, HoltWinters, LastValue, RecentPeak
-from pla_sglang.policy.common.predictor import TtftPredictor
+from pla_sglang.policy.common.predictor import PredictorKnobs, TtftPredictor
 from pla_sglang.policy.common.tables import DecodeTable, PrefillTable
 from pla_sglang.policy.interface.decisions import Controller, Dispatcher
 from pla_sglang.policy.interface.fleet import Role
@@ -106,7 +106,7 @@ class Setup:
         require("kv_capacity_tokens", self.kv_capacity_tokens, 1)
 
     def predictor_of_ttft(self) -> TtftPredictor:
-        return TtftPredictor({"": profile_curve(self.steps)})
+        return TtftPredictor({"": profile_curve(self.steps)}, self.tune("predictor", PredictorKnobs()))
 
     def running_tokens(self, steps: StepTimes | None = None, kv_capacity_tokens: int | None = None) -> int:
         """Max Running Tokens; at least 1, so that a target no step can meet is late and not an error.
@@ -190,8 +190,7 @@ class FleetPolicy:
 
     def find_knob(self, name: str) -> Declared:
         """The field that PART.NAME stands for. Raises ConfigError."""
-        configs = [(part, config) for part, of_part in self.knobs.items() for config in of_part]
-        known = {f"{part}.{one.field.name}": one for part, config in configs for one in declared_fields(config)}
+        known = knobs_of_parts(self.knobs)
         if name not in known:
             allowed = ", ".join(known) or "none, as it has no knobs to set"
             raise ConfigError(f"--policy-knob {name!r} is not known to the policy; allowed: {allowed}")

@@ -64,9 +64,9 @@ class AwdKnobs:
     """
 
     wait_min_s: float = knob(0.0, allowed=Range(0))
-    wait_max_s: float = 0.010
-    slack_s: float = 0.002
-    margin_s: float = 0.002
+    wait_max_s: float = knob(0.010, allowed=Range(0))
+    slack_s: float = knob(0.002, allowed=Range(0))
+    margin_s: float = knob(0.002, allowed=Range(0))
     depth_max: int = knob(64, allowed=Range(1))
     token_max: int | None = None
     layout: Layout | None = None

@@ -62,7 +62,7 @@ class LongKnobs:
 
     max_age_s: float = knob(10.0, allowed=Range(0, above=True))
     share: float = knob(0.5, allowed=Range(0, 1, above=True))
-    margin: float = 1.0
+    margin: float = knob(1.0, allowed=Range(0))
     chunk_max_tokens: int | None = knob(8192, allowed=Range(1))
     chunk_min_tokens: int = knob(64, allowed=Range(1))
     grid_tokens: int = knob(1, allowed=Range(1))

@@ -28,6 +28,7 @@ import heapq
 import operator
 from collections.abc import Iterable, Sequence
 
+from pla_sglang.common.checks import Range, knob
 from pla_sglang.policy.common.step_model import StepModel
 from pla_sglang.policy.interface.prefill import Action, PassDecision, PassView, PrefillClass, Reason, WaitingView
 from pla_sglang.policy.pla.arrival_rate import ArrivalRate
@@ -79,9 +80,9 @@ class TemporalKnobs:
     boundary_cap_tokens: int | None = None
     awd: AwdKnobs = dataclasses.field(default_factory=AwdKnobs)
     long_prompts: LongKnobs = dataclasses.field(default_factory=LongKnobs)
-    headroom_requests: int = 4
-    decode_gap_s: float = 0.0
-    decode_share: float = 0.05
+    headroom_requests: int = knob(4, allowed=Range(0))
+    decode_gap_s: float = knob(0.0, allowed=Range(0))
+    decode_share: float = knob(0.05, allowed=Range(0, 1, above=True))
     mixing: Mixing = Mixing.AUTO
 
 

@@ -36,17 +36,17 @@ class SloKnobs:
     """
 
     infeasible_age_s: float | None = knob(None, allowed=Range(0, above=True))
-    infeasible_times: float = 20.0
-    slower: float = 1.2
-    arriving: float = 1.7
-    most_planned: int = 128
-    overdue_share: float = 0.05
-    lasting_share: float = 0.02
-    kv_share: float = 0.2
-    decode_share: float = 0.4
-    token_share: float = 0.6
-    short_steps: int = 2
-    probe_passes: int = 256
+    infeasible_times: float = knob(20.0, allowed=Range(1))
+    slower: float = knob(1.2, allowed=Range(0, above=True))
+    arriving: float = knob(1.7, allowed=Range(0, above=True))
+    most_planned: int = knob(128, allowed=Range(0))
+    overdue_share: float = knob(0.05, allowed=Range(0, 1))
+    lasting_share: float = knob(0.02, allowed=Range(0, 1))
+    kv_share: float = knob(0.2, allowed=Range(0, 1))
+    decode_share: float = knob(0.4, allowed=Range(0, 1))
+    token_share: float = knob(0.6, allowed=Range(0, 1, above=True))
+    short_steps: int = knob(2, allowed=Range(1))
+    probe_passes: int = knob(256, allowed=Range(1))
 
     def __post_init__(self) -> None:
         check_fields(self, "slo")

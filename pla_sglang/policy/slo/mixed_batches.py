@@ -91,21 +91,28 @@ def model_beside(step: StepModel, mixed_model: MixedBatchModel, piggybacked: int
 
 
 class PassCost:
-    """What one pass beside the running requests of ``view`` takes, with and without them."""
+    """What one pass beside the running requests of ``view`` takes, with and without them.
+
+    Attributes:
+        step: of prefills without them.
+        decode_s: of their decode step alone.
+        error: relative, of passes that they join.
+    """
 
     def __init__(self, view: PassView, step: StepModel, mixed_model: MixedBatchModel) -> None:
-        self._step = step
+        self.step = step
+        self.error = mixed_model.error
         self._piggybacked = view.running
         self._added_s = mixed_model.added_s(view.running, view.context_tokens)
         self.decode_s = mixed_model.decode_s(view.running, view.context_tokens)
 
     def mixed_s(self, new: float, history: float, attention: float) -> float:
-        joint_s = self._step.step_s(new + self._piggybacked, history, attention) + self._added_s
+        joint_s = self.step.step_s(new + self._piggybacked, history, attention) + self._added_s
         return max(joint_s, self.decode_s)
 
     def apart_s(self, new: float, history: float, attention: float) -> float:
         """The pass, and the decode step after it."""
-        return self._step.step_s(new, history, attention) + self.decode_s
+        return self.step.step_s(new, history, attention) + self.decode_s
 
     def least_s(self, new: float, history: float, attention: float) -> float:
         """Until the running requests have their next token, in the cheaper way."""
@@ -173,8 +180,7 @@ class MixedBatches:
         return plan_mixed_batch(
             decision,
             view,
-            step,
-            self.mixed_model,
+            cost,
             self._knobs,
             now_s=now_s,
             grid_tokens=grid,
@@ -192,8 +198,8 @@ class MixedBatches:
             return math.inf
         usual_s = self._knobs.token_share * target_s
         tokens = cost.tokens_within(usual_s, view.pass_budget_tokens)
-        if not tokens:
-            return math.inf
+        if tokens < cost.step.crossing_tokens(0):
+            return math.inf  # a smaller pass would be no faster
         left, due_s = 0, math.inf
         for one in waiting if view.chunk is None else (*waiting, view.chunk):
             if one.deadline_s is None:
@@ -224,8 +230,7 @@ class MixedBatches:
 def plan_mixed_batch(
     decision: PassDecision,
     view: PassView,
-    step: StepModel,
-    mixed_model: MixedBatchModel,
+    cost: PassCost,
     knobs: SloKnobs,
     *,
     now_s: float,
@@ -239,23 +244,21 @@ def plan_mixed_batch(
 
     A long that was to overtake the chunk under way gives way to it if whole it would be too late: it cannot be cut.
     """
-    cost = PassCost(view, step, mixed_model)
-    allowed_s = math.inf if view.token_slack_s is None else view.token_slack_s / (1 + mixed_model.error)
-    allowed_s = min(allowed_s, most_s)
+    allowed_s = most_s if view.token_slack_s is None else min(most_s, view.token_slack_s / (1 + cost.error))
     is_short = is_kv_short(view, knobs)
     short_s = knobs.short_steps * cost.decode_s
-    decision = _part_from_chunk(decision, view, cost, step, min(allowed_s, short_s) if is_short else allowed_s)
+    decision = _part_from_chunk(decision, view, cost, min(allowed_s, short_s) if is_short else allowed_s)
     if decision.shares_with_chunk:
         planned, fits = decision, True
     elif decision.action is Action.SHORT:
-        planned, fits = _cut_shorts(decision, cost, step, allowed_s, now_s)
+        planned, fits = _cut_shorts(decision, cost, allowed_s, now_s)
     else:
-        planned, fits = _cut_long(decision, view, cost, step, allowed_s, grid_tokens)
+        planned, fits = _cut_long(decision, view, cost, allowed_s, grid_tokens)
     if not fits and view.decode_wait_s > 0:
         return PassDecision(Action.HOLD, Reason.TOKEN_DEADLINE, release_s=now_s)
     how = Piggyback.TOGETHER if planned is decision else Piggyback.TOKEN_DEADLINE
     if fits and planned.action is Action.LONG and not planned.park and len(planned.selected) < 2 and is_short:
-        in_steps, _ = _cut_long(planned, view, cost, step, short_s, grid_tokens)
+        in_steps, _ = _cut_long(planned, view, cost, short_s, grid_tokens)
         if in_steps is not planned:
             planned, how = in_steps, Piggyback.KV_SHORT
     amounts = _amounts(planned, view)
@@ -270,9 +273,7 @@ def plan_mixed_batch(
     return dataclasses.replace(planned, piggyback=how)
 
 
-def _part_from_chunk(
-    decision: PassDecision, view: PassView, cost: PassCost, step: StepModel, most_s: float
-) -> PassDecision:
+def _part_from_chunk(decision: PassDecision, view: PassView, cost: PassCost, most_s: float) -> PassDecision:
     """``decision`` without the piece of a long that shares the pass of others, where next tokens or KV forbid it.
 
     Where even the first of those others is a long that is too late, it is to go alone, as it can then be cut; where it
@@ -285,22 +286,20 @@ def _part_from_chunk(
         return decision
     others, park = decision.selected if shared else decision.selected[:-1], view.chunk is not None
     first = others[0]
-    is_long = first.new_tokens > step.crossing_tokens(first.history_tokens)
+    is_long = first.new_tokens > cost.step.crossing_tokens(first.history_tokens)
     if is_long and not cost.is_in_time(_running_sums([(first, first.new_tokens)])[0], most_s):
         return dataclasses.replace(decision, action=Action.LONG, selected=others[:1], park=park)
     return PassDecision(Action.SHORT, decision.reason, others, park=park)
 
 
-def _cut_shorts(
-    decision: PassDecision, cost: PassCost, step: StepModel, allowed_s: float, now_s: float
-) -> tuple[PassDecision, bool]:
+def _cut_shorts(decision: PassDecision, cost: PassCost, allowed_s: float, now_s: float) -> tuple[PassDecision, bool]:
     """The first short prompts of the batch that are done in time, and whether they are: one goes in any case."""
     batch = decision.selected
     sums = _running_sums([(one, one.new_tokens) for one in batch])
     if cost.is_in_time(sums[-1], allowed_s):
         return decision, True
     count = _count_in_time(sums, cost, allowed_s)
-    urgent = _count_urgent(batch, step.step_s(*sums[-1]), step, now_s)
+    urgent = _count_urgent(batch, cost.step.step_s(*sums[-1]), cost.step, now_s)
     taken = max(1, count, urgent)
     fits = count > 0 or urgent > 0
     return (decision if taken == len(batch) else dataclasses.replace(decision, selected=batch[:taken])), fits
@@ -338,7 +337,7 @@ def _must_start(view: WaitingView, step: StepModel, now_s: float) -> bool:
 
 
 def _cut_long(
-    decision: PassDecision, view: PassView, cost: PassCost, step: StepModel, allowed_s: float, grid_tokens: int
+    decision: PassDecision, view: PassView, cost: PassCost, allowed_s: float, grid_tokens: int
 ) -> tuple[PassDecision, bool]:
     """The pass with as many companions as are in time, or with a smaller chunk, and whether its end is in time."""
     amounts = _amounts(decision, view)
@@ -360,7 +359,7 @@ def _cut_long(
     long = decision.selected[0] if decision.selected else view.chunk
     assert long is not None, "a long pass has a long"
     most = min(long.new_tokens, decision.chunk_tokens or long.new_tokens, room_tokens)
-    return _cut_chunk(decision, long, most, cost, step, allowed_s, grid_tokens)
+    return _cut_chunk(decision, long, most, cost, allowed_s, grid_tokens)
 
 
 def _cut_chunk(
@@ -368,7 +367,6 @@ def _cut_chunk(
     long: WaitingView,
     most: int,
     cost: PassCost,
-    step: StepModel,
     allowed_s: float,
     grid_tokens: int,
 ) -> tuple[PassDecision, bool]:
@@ -379,7 +377,7 @@ def _cut_chunk(
 
     if until_token_s(most) <= allowed_s:
         return dataclasses.replace(decision, chunk_tokens=most), True
-    crossing = min(step.crossing_tokens(history), most)
+    crossing = min(cost.step.crossing_tokens(history), most)
     low = max(1, -(-int(crossing) // grid_tokens))
     high = max(low, most // grid_tokens)
     if until_token_s(low * grid_tokens) > allowed_s:

@@ -11,15 +11,18 @@ from pla_sglang.policy.star.policy import Price, StarKnobs, StarRescheduler
 from pla_sglang.policy.star.predictors import NoPrediction
 from pla_sglang.policy.star.select import SelectKnobs
 
+KNOBS: Mapping[str, tuple[type, ...]] = {"star": (StarKnobs, SelectKnobs, HorizonKnobs)}
+
 
 def make_controller(setup: Setup, *, predict: bool = True, price: Price | None = None) -> StarRescheduler:
     """``predict``: by remaining lengths, not by the present load alone; ``price``: as of ``StarRescheduler``."""
     knobs = StarKnobs(
-        HorizonKnobs() if predict else HorizonKnobs(steps=0),
-        SelectKnobs(migrate_base_s=setup.move_pause_s),
+        setup.tune("star", HorizonKnobs() if predict else HorizonKnobs(steps=0)),
+        setup.tune("star", SelectKnobs(migrate_base_s=setup.move_pause_s)),
         interval_s=setup.move_interval_s,
         rest_s=setup.move_rest_s,
     )
+    knobs = setup.tune("star", knobs)
     return StarRescheduler(knobs, setup.predictor if predict else NoPrediction(), setup.client_gain(), price)
 
 

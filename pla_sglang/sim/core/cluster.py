@@ -110,6 +110,8 @@ class Cluster:
             self._end(request, SimStage.REFUSED)
             return True
         request.move(SimStage.PREFILL)
+        if request.prefill_start_s is None:
+            request.predicted_hit_tokens = view.history_tokens(answer.prefill)
         request.planned = None if answer.decode is None else answer.decode.index
         if self._config.host.room_first:
             self._plan_pair(request, instance)
@@ -117,6 +119,7 @@ class Cluster:
             assert request.planned is not None
             self.fleet.instances[request.planned].incoming.announce(request)
         instance.submit(request)
+        self.fleet.note_prompt(request, instance.view.index)
         return True
 
     def _name_decode(self, request: SimRequest, instance: SimInstance) -> bool:
@@ -233,8 +236,11 @@ class Cluster:
             self.fleet.overlapped(request.target).receive(request)
 
     def on_finished(self, request: SimRequest, instance: int) -> None:
-        if self._config.engine.answers is not AnswerCaching.DROPPED and request.answer_ids:
+        kept = self._config.engine.answers is not AnswerCaching.DROPPED and bool(request.answer_ids)
+        if kept:
             self._keep_answer(request, instance)
+        if self.fleet.instances[request.prefilled_at].alive:
+            self.fleet.note_prompt(request, request.prefilled_at, request.output_tokens if kept else None)
         self._closed(request, request.output_tokens)
 
     def _keep_answer(self, request: SimRequest, instance: int) -> None:

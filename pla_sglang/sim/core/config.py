@@ -40,6 +40,13 @@ class KnownSteps(enum.Enum):
     MEASURED = "measured"  # what its passes have shown so far; before, as TOLD
 
 
+class PrefixKnowledge(enum.Enum):
+    """What policies know of the prefix caches of instances."""
+
+    EXACT = "exact"  # what is in them
+    INDEX = "index"  # what was sent there, as a router keeps it
+
+
 @dataclass(frozen=True)
 class InstanceSpec:
     """``count`` equal instances.
@@ -153,6 +160,7 @@ class SimConfig:
         host: what the hosts of real engines add.
         known_steps, told_profile: what policies know of step times, and the profile that they were made with; None: the
             first instance's.
+        prefix_knowledge: what policies know of prefix caches.
         front: admission and a fair queue before the dispatcher; None: every request is dispatched at once.
         seed: recorded in results; everything random (policies, predictors) is made from it by the caller.
 
@@ -184,6 +192,7 @@ class SimConfig:
     host: HostKnobs = NO_HOST
     known_steps: KnownSteps = KnownSteps.TOLD
     told_profile: StepProfile | None = None
+    prefix_knowledge: PrefixKnowledge = PrefixKnowledge.EXACT
     front: AdmissionQueueKnobs | None = None
     seed: int = 0
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from pla_sglang.common.checks import GIGA, Choice, Range, check_fields, knob, require
 from pla_sglang.common.errors import ConfigError
 from pla_sglang.plugin.config import DEADLINES, PlaConfig
-from pla_sglang.plugin.temporal_knobs import DEPTH_WITHOUT_GRAPHS, EngineLimits, temporal_knobs
+from pla_sglang.plugin.temporal_knobs import DEPTH_WITHOUT_GRAPHS, PARTS, EngineLimits, temporal_knobs, tune
 from pla_sglang.policy.baselines.orders import ENGINE_ORDERS
 from pla_sglang.policy.common.forecast import Forecaster
 from pla_sglang.policy.common.step_model import BEND_TOKENS, StepModel
@@ -19,11 +20,12 @@ from pla_sglang.policy.interface.fleet import InstanceKind, Role
 from pla_sglang.policy.interface.prefill import EnginePolicy
 from pla_sglang.policy.interface.remaining_length import RemainingPredictor
 from pla_sglang.policy.registry import DEFAULT_FORECASTER, FORECASTERS, PolicySet, Setup, policy_names
+from pla_sglang.policy.slo.knobs import EnginePolicyKnobs
 from pla_sglang.policy.slo.mixed_batches import MixedBatchModel
 from pla_sglang.policy.star.predictors import PAPER_BINS, Binned, Noisy, NoPrediction, Oracle
 from pla_sglang.policy_packages import PolicyName, build, read_knobs
 from pla_sglang.profiles import StepProfile, load_profile, profile_names
-from pla_sglang.sim.core.config import InstanceSpec, KnownSteps, Policies, RoleSwitch, SimConfig
+from pla_sglang.sim.core.config import InstanceSpec, KnownSteps, Policies, PrefixKnowledge, RoleSwitch, SimConfig
 from pla_sglang.sim.core.engine_knobs import AnswerCaching, EngineKnobs
 from pla_sglang.sim.core.host import NO_HOST, HostKnobs
 from pla_sglang.sim.core.network import NetworkKnobs
@@ -72,6 +74,11 @@ class Experiment:
         KnownSteps.EXACT,
         "--known-steps {exact,measured,told}",
         "of instances: by their own profile, by what their passes show, or by --profile for all",
+    )
+    prefix_knowledge: PrefixKnowledge = knob(
+        PrefixKnowledge.EXACT,
+        "--prefix-knowledge {exact,index}",
+        "what the policy knows of prefix caches: what is in them, or what was sent there, as a router",
     )
     prefills: int | None = knob(
         None,
@@ -126,6 +133,11 @@ class Experiment:
     policy_knobs: tuple[str, ...] = knob(
         (), "--policy-knob PART.NAME=VALUE", "PART.NAME: a knob of the policy, on its page; may be repeated"
     )
+    engine_knobs: tuple[str, ...] = knob(
+        (),
+        "--engine-knob PART.NAME=VALUE",
+        f"of engine temporal; parts: {', '.join(PARTS)}; other engines refuse it; may be repeated",
+    )
     instances_min: int = knob(2, "--instances-min", "for policies that scale", allowed=COUNT)
     instances_max: int | None = knob(
         None, "--instances-max", "for policies that scale; default: 64, at least twice as many", allowed=COUNT
@@ -148,6 +160,9 @@ class Experiment:
         require("--instances-max", self.instances_max, self.instances)
         if self.decode_interval and self.engine == TEMPORAL:
             raise ConfigError(f"--prefill-decode-interval is {self.decode_interval}; allowed with {TEMPORAL}: 0")
+        if self.engine_knobs and self.engine != TEMPORAL:
+            raise ConfigError(f"--engine-knob is given with --engine {self.engine}; allowed: with {TEMPORAL}")
+        engine_policy_knobs(EngineKnobs(), texts=self.engine_knobs)
         read_kinds(self)
         length_predictor(self.lengths, self.seed)
         read_knobs(self.policy, self.policy_knobs)
@@ -235,15 +250,33 @@ def mixed_batch_model(profile: StepProfile) -> MixedBatchModel:
     return MixedBatchModel(terms.base_s, terms.request_s, terms.read_s, error=max(0.0, slower - 1))
 
 
+def engine_policy_knobs(knobs: EngineKnobs, *, decide: bool = False, texts: Sequence[str] = ()) -> EnginePolicyKnobs:
+    """What engine temporal decides by. ``decide``: deadlines do; ``texts``: ``Experiment.engine_knobs``.
+
+    Raises ConfigError.
+    """
+    config = PlaConfig(prefill_disagg=TEMPORAL, deadlines="decide" if decide else "advise")
+    limits = EngineLimits(knobs.chunk_tokens, knobs.chunk_tokens, depth_max=min(DEPTH_WITHOUT_GRAPHS, knobs.slots))
+    return tune(temporal_knobs(config, limits), texts)
+
+
 def engine_policy(
-    name: str, profile: StepProfile, knobs: EngineKnobs, *, decide: bool = False, pass_s: float = 0.0
+    name: str,
+    profile: StepProfile,
+    knobs: EngineKnobs,
+    *,
+    decide: bool = False,
+    pass_s: float = 0.0,
+    texts: Sequence[str] = (),
 ) -> EnginePolicy:
-    """A fresh engine policy by name; ``decide``: deadlines do; ``pass_s``: what a pass costs beside its profile."""
+    """A fresh engine policy by name.
+
+    ``pass_s``: what a pass costs beside its profile; ``decide``, ``texts``: as of ``engine_policy_knobs``.
+    """
     model = step_model(profile, pass_s)
     if name == TEMPORAL:
-        config = PlaConfig(prefill_disagg=TEMPORAL, deadlines="decide" if decide else "advise")
-        limits = EngineLimits(knobs.chunk_tokens, knobs.chunk_tokens, depth_max=min(DEPTH_WITHOUT_GRAPHS, knobs.slots))
-        return make_engine_policy(temporal_knobs(config, limits), model, mixed_batch_model(profile))
+        tuned = engine_policy_knobs(knobs, decide=decide, texts=texts)
+        return make_engine_policy(tuned, model, mixed_batch_model(profile))
     return ENGINE_ORDERS[name](model)
 
 
@@ -284,12 +317,16 @@ def run_experiment(experiment: Experiment, trace: Trace, progress: Progress | No
         report_interval_s=experiment.report_interval_s,
         known_steps=experiment.known_steps,
         told_profile=profile,
+        prefix_knowledge=experiment.prefix_knowledge,
     )
-    decide = experiment.deadlines == "decide"
     policies = Policies(
         chosen.dispatcher,
-        lambda its_profile, knobs: engine_policy(
-            experiment.engine, its_profile, knobs, decide=decide, pass_s=experiment.host.step_s
+        functools.partial(
+            engine_policy,
+            experiment.engine,
+            decide=experiment.deadlines == "decide",
+            pass_s=experiment.host.step_s,
+            texts=experiment.engine_knobs,
         ),
         chosen.controllers,
         # The truth; the predictor of the policy decides how much of it is seen.

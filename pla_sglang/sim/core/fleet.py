@@ -11,11 +11,12 @@ import numpy as np
 from pla_sglang.load.prefix_index import PrefixIndex, even_block_ends
 from pla_sglang.policy.interface.fleet import DecodeBatch, FleetView, InstanceKind, InstanceState, InstanceView, Role
 from pla_sglang.policy.measured_steps import InstanceSteps
-from pla_sglang.sim.core.config import InstanceSpec, KnownSteps, Policies, RoleSwitch, SimConfig
+from pla_sglang.sim.core.config import InstanceSpec, KnownSteps, Policies, PrefixKnowledge, RoleSwitch, SimConfig
 from pla_sglang.sim.core.instance import InstanceEvents, SimInstance
 from pla_sglang.sim.core.kernel import Kernel, Priority
 from pla_sglang.sim.core.overlap import OverlappedInstance
-from pla_sglang.sim.core.pool import KvPool
+from pla_sglang.sim.core.pool import KvPool, ignore_block
+from pla_sglang.sim.core.request import SimRequest
 
 _ROLE_SWITCH_END = {InstanceKind.PREFILL: InstanceKind.DECODE, InstanceKind.DECODE: InstanceKind.PREFILL}
 
@@ -78,7 +79,8 @@ class Fleet:
             profile=spec.profile.name,
             since_s=self._kernel.now_s,
         )
-        watcher, clock = functools.partial(self._change_block, index), lambda: self._kernel.now_s
+        exact, clock = self._config.prefix_knowledge is PrefixKnowledge.EXACT, lambda: self._kernel.now_s
+        watcher = functools.partial(self._change_block, index) if exact else ignore_block
         pool = KvPool(spec.capacity_tokens, self._block_tokens, watcher, clock)
         made = OverlappedInstance if self._config.host.overlap else SimInstance
         instance = made(
@@ -90,6 +92,8 @@ class Fleet:
             pool=pool,
             host=self._host,
         )
+        if not exact:
+            instance.know_cache_by(self.cache)
         if isinstance(instance, OverlappedInstance):
             instance.set_host(self._config.host)
         self._tell_steps(instance, spec)
@@ -114,6 +118,22 @@ class Fleet:
         for instance in self.instances:
             if instance.alive and instance.measured is not None:
                 instance.measured.report()
+
+    def note_prompt(self, request: SimRequest, instance: int, answer_tokens: int | None = None) -> None:
+        """``request`` was sent to an instance, or has ended there: what a router would know of its cache now."""
+        if self._config.prefix_knowledge is not PrefixKnowledge.INDEX or not request.hash_ids:
+            return
+        view = self.instances[instance].view
+        self.cache.insert_prompt(
+            instance,
+            request.hash_ids,
+            request.input_tokens,
+            size=request.input_tokens,
+            now_s=self._kernel.now_s,
+            capacity_tokens=view.kv_capacity_tokens,
+            answer_tokens=answer_tokens,
+        )
+        self.cache.show_cache(view)
 
     def _change_block(self, index: int, block: int, came: bool) -> None:
         if came:
@@ -205,6 +225,8 @@ class Fleet:
         self.lives[index].end_s = self._kernel.now_s
         self.view.set_state(instance.view, InstanceState.DEAD)
         instance.kill()
+        if self._config.prefix_knowledge is PrefixKnowledge.INDEX:
+            self.cache.forget_instance(index)
 
     def gpu_hours(self, until_s: float) -> float:
         """GPU hours of all instances, from their start (not from being ready) to their end or ``until_s``."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from pla_sglang.load.prefix_index import PrefixIndex
 from pla_sglang.policy.interface.decisions import MeasuredPass, PrefillSample
 from pla_sglang.policy.interface.fleet import InstanceView
 from pla_sglang.policy.interface.prefill import Action, EnginePolicy, PassView
@@ -94,6 +95,10 @@ class SimInstance:
     def measure_passes(self, steps: InstanceSteps) -> None:
         """Fits what its passes take from now on, for ``steps``."""
         self.measured = PassMeasurement(steps)
+
+    def know_cache_by(self, index: PrefixIndex) -> None:
+        """Its view says of its prefix cache what ``index`` knows, from now on."""
+        self.report.know_cache_by(index)
 
     def submit(self, request: SimRequest, *, first: bool = False) -> None:
         """``request`` is to be prefilled here."""

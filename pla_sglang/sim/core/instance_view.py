@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pla_sglang.load.prefix_index import PrefixIndex
 from pla_sglang.policy.interface.fleet import InstanceView
 from pla_sglang.sim.core.decoding import Decoding
 from pla_sglang.sim.core.pool import KvPool
@@ -17,6 +18,11 @@ class InstanceReport:
         self._queue = queue
         self._decoding = decoding
         self._pool = pool
+        self._known_cache: PrefixIndex | None = None  # None: all of the pool is known
+
+    def know_cache_by(self, index: PrefixIndex) -> None:
+        """The view says of the prefix cache what ``index`` knows, from now on."""
+        self._known_cache = index
 
     def update(self, grown_tokens: int = 0) -> None:
         """Decode figures of the view; ``grown_tokens`` were added by steps that are not settled yet."""
@@ -27,6 +33,9 @@ class InstanceReport:
         for request in joining:
             view.context_tokens += request.context_tokens
         view.kv_used_tokens = self._pool.used_tokens + grown_tokens
+        if self._known_cache is not None:
+            self._known_cache.show_cache(view)
+            return
         view.kv_cached_tokens = self._pool.idle_tokens
         view.evicted_next_s = self._pool.evicted_next_s
 

@@ -16,6 +16,10 @@ Watcher = Callable[[int, bool], None]  # block id, whether it came (True) or wen
 Clock = Callable[[], float]
 
 
+def ignore_block(block: int, came: bool) -> None:
+    """A watcher that nobody needs."""
+
+
 class KvPool:
     """Counts tokens; where they lie does not matter to the time of a step.
 
@@ -30,7 +34,7 @@ class KvPool:
         self,
         capacity_tokens: int,
         block_tokens: int,
-        watcher: Watcher = lambda block, came: None,
+        watcher: Watcher = ignore_block,
         clock: Clock = lambda: 0.0,
     ) -> None:
         self.capacity_tokens = capacity_tokens

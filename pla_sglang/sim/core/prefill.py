@@ -226,7 +226,7 @@ class PrefillQueue:
         for request, tokens in parts:
             past = request.waiting.history_tokens
             if request.prefill_start_s is None:
-                request.prefill_start_s = now_s
+                request.prefill_start_s, request.hit_tokens = now_s, past
             new += tokens
             attention += tokens * (tokens + 2 * past)
             history += past

@@ -61,6 +61,8 @@ class SimRequest:
         done_tokens: tokens given to its user (of a running request: as it joined).
         join_step, finish_step: step counters of its running batch; None while not running.
         prefill_start_s, decode_start_s: when its first pass began, and when it first joined a running batch.
+        predicted_hit_tokens: of its prompt in the cache of the instance that it is sent to, as the router sees it.
+        hit_tokens: of its prompt in that cache when its first pass begins.
         prefilled_at: index of the instance that completed its prompt last; -1: none.
         epoch: changes with every place; an event that carries an older one is stale.
     """
@@ -90,6 +92,8 @@ class SimRequest:
     done_tokens: int = 0
     join_step: int | None = None
     finish_step: int | None = None
+    predicted_hit_tokens: int = 0
+    hit_tokens: int = 0
     prefilled_at: int = -1
     prefill_start_s: float | None = None
     first_token_s: float | None = None

@@ -37,6 +37,8 @@ class RunResult:
         stage: [n] how each ended, as ``Stage`` values.
         prefill_instance, decode_instance: [n] int64, where it was last; -1: nowhere.
         retractions, migrations, retries: [n] int64.
+        hit_tokens: [n] int64, of the prompt in its instance's prefix cache as its first pass began.
+        predicted_hit_tokens: [n] int64, the same as the router saw it when it chose the instance.
         reasons, pass_reasons: decisions of the fleet's and of the engines' policies, by reason.
         counts: migrations, restarts and the like.
         gpu_hours: of all GPUs, from the start of their instance to ``end_s``. A policy's timer that runs on is no work.
@@ -55,6 +57,8 @@ class RunResult:
     retractions: npt.NDArray[np.int64]
     migrations: npt.NDArray[np.int64]
     retries: npt.NDArray[np.int64]
+    hit_tokens: npt.NDArray[np.int64]
+    predicted_hit_tokens: npt.NDArray[np.int64]
     reasons: dict[str, int]
     pass_reasons: dict[str, int]
     counts: dict[str, int]
@@ -291,6 +295,8 @@ class Simulation:
             retractions=column("retractions"),
             migrations=column("migrations"),
             retries=column("retries"),
+            hit_tokens=column("hit_tokens"),
+            predicted_hit_tokens=column("predicted_hit_tokens"),
             reasons=dict(sorted((cluster.runner.reasons() + self._idle.reasons).items())),
             pass_reasons=dict(sorted(cluster.pass_reasons.items())),
             counts=counts,

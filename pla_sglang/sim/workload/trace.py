@@ -204,9 +204,13 @@ class Trace:
             return dataclasses.replace(self, arrival_s=self.arrival_s / factor)
         start_s = self.start_s()
         arrival_s = start_s / factor + (self.arrival_s - start_s)
+        return self.with_arrivals(arrival_s)
+
+    def with_arrivals(self, arrival_s: Floats) -> Trace:
+        """The same rows at these times, in the order of them; rows with equal times keep their order."""
         order = np.argsort(arrival_s, kind="stable")
-        moved = dataclasses.replace(self, arrival_s=np.zeros(len(self))).take(order)
-        return dataclasses.replace(moved, arrival_s=arrival_s[order])
+        rows = dataclasses.replace(self, arrival_s=np.zeros(len(self))).take(order)
+        return dataclasses.replace(rows, arrival_s=arrival_s[order])
 
     def at_rate(self, rate_per_s: float) -> Trace:
         """The same requests at this mean rate."""

@@ -63,6 +63,13 @@ def counted(pieces: Iterable[bytes], *, streams: bool, endpoint: m.Endpoint, pro
     return counter.count()
 
 
+def cached(pieces: Iterable[bytes], *, streams: bool, endpoint: m.Endpoint, prompts: int = 1) -> int | None:
+    counter = tokens_of_response(m.Ask("r", 0, endpoint, streams, 0.0, 10, 7, prompts=prompts), streams=streams)
+    for piece in pieces:
+        counter.feed(piece)
+    return counter.count_cached()
+
+
 GENERATE, COMPLETIONS, CHAT = m.Endpoint.GENERATE, m.Endpoint.COMPLETIONS, m.Endpoint.CHAT
 WHOLE = [
     ("generate", GENERATE, generated(12), 12),
@@ -81,6 +88,25 @@ def test_an_answer_in_one_piece_or_two(endpoint: m.Endpoint, body: Any, expected
     data = dumped(body)
     for cut in range(len(data) + 1):
         assert counted([data[:cut], data[cut:]], streams=False, endpoint=endpoint) == expected, data[:cut]
+
+
+CACHED = [
+    (GENERATE, generated(12), 3),
+    (CHAT, {**CHAT_ID, "choices": [], "usage": usage(11) | {"prompt_tokens_details": {"cached_tokens": 64}}}, 64),
+    (CHAT, {**CHAT_ID, "choices": [], "usage": usage(11) | {"prompt_tokens_details": {"cached_tokens": 0}}}, 0),
+    (CHAT, {**CHAT_ID, "choices": [{"message": {"content": '"cached_tokens":9,'}}], "usage": usage(11)}, None),
+]
+
+
+@pytest.mark.parametrize(("endpoint", "body", "expected"), CACHED)
+def test_an_answer_says_how_much_of_its_prompt_was_cached(
+    endpoint: m.Endpoint, body: Any, expected: int | None
+) -> None:
+    data, events = dumped(body), chunked([event(chunk("a")), event(body), DONE])
+    for cut in range(len(data) + 1):
+        assert cached([data[:cut], data[cut:]], streams=False, endpoint=endpoint) == expected, data[:cut]
+    assert cached(events, streams=True, endpoint=endpoint) == expected
+    assert cached(events, streams=True, endpoint=endpoint, prompts=2) is None
 
 
 def test_a_long_answer_is_seen_to_its_end() -> None:

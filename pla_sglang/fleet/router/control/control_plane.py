@@ -356,6 +356,7 @@ class ControlPlane:
     def _on_report(self, report: NewReport) -> None:
         """A load report has come: the policy learns from it, and a request that waits may go now."""
         now_s = self._clock()
+        self.dispatcher.index.show_cache(report.worker.view)
         self.policy.learn_steps(report.worker)
         self.policy.on_report(report.worker.view, report.sample, now_s)
         self.dispatcher.dispatch_pending(now_s)

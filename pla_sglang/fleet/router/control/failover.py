@@ -308,7 +308,7 @@ class Failover:
         dispatcher.ledger.assign(record, [(_WHOLE, worker.number)], now_s)
         book_request(record, worker, worker, now_s)
         worker.breaker.start_trial(record.rid)
-        dispatcher.index.insert_prompt(worker.view.index, record.prompt.keys)
+        dispatcher.note_prompt(record, worker, now_s)
         dispatcher.series.migrations.inc(hop.how.label, hop.why)
         # Last: in one process the relay may answer before this returns.
         order = m.Continue(record.rid, hop.number, worker.number, hop.how, record.reached, hop.why)

@@ -60,6 +60,12 @@ def _of_workers(dispatcher: RequestDispatcher, now_s: float) -> Iterator[Row]:
         if worker.legs is not None:
             yield from _of_legs(labels, worker.legs)
         yield "worker_kv_used_tokens", "KV tokens there that are not evictable.", labels, float(view.kv_used_tokens)
+        yield (
+            "worker_kv_cached_tokens",
+            "KV tokens there that can be evicted, estimated.",
+            labels,
+            view.kv_cached_tokens,
+        )
         if worker.description is not None:
             yield "worker_kv_capacity_tokens", "KV tokens that fit there.", labels, float(view.kv_capacity_tokens)
         where = {"role": view.role.value, "pool": name_pool(view), "state": worker.state.value}
@@ -161,6 +167,7 @@ def state_of(dispatcher: RequestDispatcher, now_s: float) -> dict[str, Any]:
             "bytes_per_token": dispatcher.prompts.bytes_per_token,
             "prefix_blocks": dispatcher.index.count_blocks(),
         },
+        "prefixes": dispatcher.series.prefixes.to_dict(),
         "workers": [row_of(worker, dispatcher, now_s) for worker in dispatcher.table],
     }
 

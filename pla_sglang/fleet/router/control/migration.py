@@ -235,7 +235,7 @@ class Migration:
         assert move.hop.how is not None
         move.hop.gap_s = joined.gap_s
         move.target.load.start_request(record.key, now_s)
-        dispatcher.index.insert_prompt(move.target.view.index, record.prompt.keys)
+        dispatcher.note_prompt(record, move.target, now_s)
         dispatcher.series.migrations.inc(move.hop.how.label, move.hop.why)
         dispatcher.series.migration_gap_s.observe(joined.gap_s)
         self._tasks.spawn(self._commit(move, left))

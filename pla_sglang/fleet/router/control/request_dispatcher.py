@@ -34,7 +34,7 @@ from pla_sglang.fleet.router.wire import messages as m
 from pla_sglang.load.prefix_index import PrefixIndex
 from pla_sglang.policy.admission import Admission, AdmissionReason, Verdict, is_saturated
 from pla_sglang.policy.fair_queue import FairQueue
-from pla_sglang.policy.interface.fleet import RequestView
+from pla_sglang.policy.interface.fleet import InstanceKind, RequestView
 from pla_sglang.policy.pairs import Choice, PairRunner
 from pla_sglang.policy.retry_budget import RetryBudget
 
@@ -49,6 +49,9 @@ _WHOLE, _PREFILL, _DECODE = m.Leg
 _SENT, _PREFILL_DONE, _FIRST_TOKEN = m.Milestone
 _REFUSED, _COMPLETE = m.Outcome.REFUSED, frozenset({m.Outcome.OK, m.Outcome.CLIENT_ERROR})
 _INSTANCE_REFUSED = m.Outcome.INSTANCE_REFUSED
+_KEEPS_ANSWERS = (InstanceKind.UNIFIED, InstanceKind.STATELESS)  # a decode instance has no prefix cache by default
+# Others leave out a count of 0.
+_SAYS_CACHED = (m.Endpoint.GENERATE, m.Endpoint.COMPLETIONS, m.Endpoint.CHAT, m.Endpoint.INVOCATIONS)
 _DUPLICATE = Verdict(False, AdmissionReason.DUPLICATE)
 
 
@@ -255,13 +258,19 @@ class RequestDispatcher:
         book_request(record, prefill, decode, now_s)
         for worker, _ in hop.workers():
             worker.breaker.start_trial(record.rid)
-        self.index.insert_prompt(prefill.view.index, record.prompt.keys)
+        self.note_prompt(record, prefill, now_s)
         record.admission, reason = verdict.reason.value, choice.reason.value
         self.series.admissions.inc("admitted", record.admission)
         self.series.dispatches.inc(reason)
         self.series.placements.inc(choice.placement.value)
         # Last: in one process the relay may answer before this returns.
         self._send_message(record.relay, assign_message(record, reason))
+
+    def note_prompt(
+        self, record: RequestRecord, worker: Worker, now_s: float, *, answer_tokens: int | None = None
+    ) -> None:
+        """An instance has its prompt in its cache; see ``Prompts.note_use``."""
+        self.prompts.note_use(record.prompt, worker.view, self.policy.clock.device_s(now_s), answer_tokens)
 
     def _drop(self, record: RequestRecord, verdict: Verdict) -> None:
         self.queue.remove(record.rid)
@@ -300,6 +309,7 @@ class RequestDispatcher:
                 prefill.load.end_request(record.key, now_s)
                 decode.load.note_prefilled(record.key)
                 self.ledger.finish_leg(record, _PREFILL, now_s)
+                self.note_prompt(record, prefill, now_s, answer_tokens=0)
 
     def _note_first_token(
         self, record: RequestRecord, prefill: Worker, decode: Worker, at_s: float, now_s: float
@@ -334,6 +344,10 @@ class RequestDispatcher:
         record.output_tokens, record.exact_output = ended.output_tokens, ended.exact_tokens
         self.series.output_tokens.inc("instance" if ended.exact_tokens else "events", by=ended.output_tokens)
         self.queue.charge(record.tenant, ended.output_tokens)
+        if ended.output_tokens:
+            self._note_answer(record, ended.output_tokens, now_s)
+        if ended.cached_tokens is not None:
+            self._judge_prefix(record, ended.cached_tokens)
         free: Container[int] = ended.aborted
         if ended.outcome in _COMPLETE:
             for worker, _ in record.hop.workers():
@@ -343,6 +357,22 @@ class RequestDispatcher:
         outcome = record.outcome_for(ended.outcome)
         self._end(record, outcome, now_s, at_s=ended.at_s, output_tokens=ended.output_tokens, free=free)
         self.dispatch_pending(now_s)
+
+    def _note_answer(self, record: RequestRecord, output_tokens: int, now_s: float) -> None:
+        """The answer has come from an instance that may have it, and the prompt, in its cache from now on."""
+        worker = record.hop.decode
+        if worker is not None and worker.view.kind in _KEEPS_ANSWERS:
+            self.note_prompt(record, worker, now_s, answer_tokens=output_tokens)
+
+    def _judge_prefix(self, record: RequestRecord, hit_tokens: int) -> None:
+        """What was predicted of its prefix cache, beside what was there. Left out is what says nothing of one prompt at
+        one instance that was chosen with the index."""
+        hop = record.hop
+        if len(record.hops) > 1 or hop.prefill is None or not record.is_single() or hop.adopted:
+            return
+        if record.prompt.size_bytes and record.ask.endpoint in _SAYS_CACHED:
+            name = hop.prefill.view.name
+            self.series.prefixes.add_request(name, hop.cached_tokens, hit_tokens, record.prompt.tokens)
 
     def _end(  # all of it is known to the caller alone
         self,

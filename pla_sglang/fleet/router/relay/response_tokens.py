@@ -1,8 +1,11 @@
-"""How many tokens an answer has, by what its instance says in it.
+"""How many tokens an answer has, and how many of its prompt were cached, by what its instance says in it.
 
 Instances say so at the end of an answer: ``meta_info.completion_tokens`` of /generate, in each event of a stream the
 sum so far; ``usage.completion_tokens`` of OpenAI's answers, in streams only where the client wants it. Events are no
 measure: an answer in one piece has none, and SGLang joins tokens in one event where its client is slow.
+
+The same place says ``cached_tokens``: always in /generate, in ``usage`` where the server runs with
+``--enable-cache-report``.
 
 In JSON, quotes inside strings are escaped, so neither a model's words nor a client's look like a count.
 """
@@ -19,6 +22,7 @@ TAIL_PIECES = 4  # the last event in two pieces, "[DONE]", and the end of the ch
 TAIL_BYTES = 4096  # of each piece
 LINE_BYTES = 1 << 20  # kept of an event whose end has not come
 _COUNT = re.compile(rb'"(?:completion|output)_tokens":\s*([0-9]{1,9})(?=[^0-9])')
+_CACHED = re.compile(rb'"cached_tokens":\s*([0-9]{1,9})(?=[^0-9])')
 _COUNT_BYTES = 64  # a match is shorter
 _INDEXED = re.compile(_COUNT.pattern + rb'[^\n]*"index":\s*([0-9]{1,6})\}')
 _TOTAL = re.compile(rb'"choices":\s*\[\][^\n]*' + _COUNT.pattern)
@@ -32,18 +36,24 @@ class ResponseTokens(Protocol):
     def count(self) -> int | None:
         """Tokens so far; None: the instance has not said."""
 
+    def count_cached(self) -> int | None:
+        """Tokens of the prompt that were cached, with several answers of one; None: the instance has not said."""
+
 
 class WholeResponse:
     """An answer that is no stream: the sum over what it says, as /generate answers a batch with a list."""
 
-    __slots__ = ("_rest", "_tokens")
+    __slots__ = ("_cached", "_rest", "_tokens")
 
     def __init__(self) -> None:
         self._rest = b""
         self._tokens: int | None = None
+        self._cached: int | None = None  # as the first one says
 
     def feed(self, data: bytes) -> None:
         data = self._rest + data if self._rest else data
+        if self._cached is None and (found := _CACHED.search(data)) is not None:
+            self._cached = int(found[1])
         end = 0
         for match in _COUNT.finditer(data):
             self._tokens = (self._tokens or 0) + int(match[1])
@@ -52,6 +62,9 @@ class WholeResponse:
 
     def count(self) -> int | None:
         return self._tokens
+
+    def count_cached(self) -> int | None:
+        return self._cached
 
 
 class StreamTail:
@@ -74,6 +87,10 @@ class StreamTail:
         counts = self._pattern.findall(b"".join(self._pieces))
         return int(counts[-1]) if counts else None
 
+    def count_cached(self) -> int | None:
+        found = _CACHED.search(b"".join(self._pieces)) if self._pattern is _COUNT else None
+        return None if found is None else int(found[1])
+
 
 class StreamOfSeveral:
     """A stream of /generate with several answers, whose events are mixed: the sum over the last count of each."""
@@ -92,6 +109,9 @@ class StreamOfSeveral:
 
     def count(self) -> int | None:
         return sum(self._tokens.values()) if self._tokens else None
+
+    def count_cached(self) -> int | None:
+        return None
 
 
 def tokens_of_response(ask: Ask, *, streams: bool) -> ResponseTokens:

@@ -38,7 +38,7 @@ from pla_sglang.fleet.router.wire.codes import Outcome as Outcome
 from pla_sglang.fleet.router.wire.codes import PromptDetail as PromptDetail
 from pla_sglang.fleet.router.wire.codes import RetryReason as RetryReason
 
-PROTOCOL = 14  # raised with every change of a message; sides that disagree refuse each other
+PROTOCOL = 15  # raised with every change of a message; sides that disagree refuse each other
 
 
 # -- relay to control --------------------------------------------------------------------------------------------------
@@ -164,6 +164,7 @@ class Completed(Message, frozen=True):
         detail: for people: why, if not OK.
         output_tokens: over all answers to the request, as the instance says; without ``exact_tokens`` it has not said,
             and this is ``events``.
+        cached_tokens: of the prompt, as the instance says; None: it has not said. With several answers that of one.
     """
 
     rid: str
@@ -178,6 +179,7 @@ class Completed(Message, frozen=True):
     detail: str = ""
     output_tokens: int = 0
     exact_tokens: bool = False
+    cached_tokens: int | None = None
 
 
 class Failure(Message, frozen=True):

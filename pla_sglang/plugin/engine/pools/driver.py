@@ -150,7 +150,17 @@ class Pools:
         self._requests += 1
         tracked = TrackedRequest(new, history, now_s, Phase.QUEUED, decodes_here=False)
         self.loads[rank].add_request((request.rid, self._requests), tracked)
-        self._prefixes.insert_prompt(rank, keys, view.kv_capacity_tokens // BLOCK_TOKENS)
+        tokens = request.input_tokens
+        self._prefixes.insert_prompt(
+            rank,
+            keys,
+            tokens,
+            size=tokens,
+            now_s=self.clock.device_s(now_s),
+            capacity_tokens=view.kv_capacity_tokens,
+            answer_tokens=0,  # nobody says here when a request ends, or with which answer
+        )
+        self._prefixes.show_cache(view)
 
     # -- reports -----------------------------------------------------------------------------------------------------
 
@@ -162,6 +172,7 @@ class Pools:
         if effect is ReportEffect.RESTARTED:
             load.restart()
             effect = load.on_report(report, now_s)
+        self._prefixes.show_cache(load.view)
         sample = prefill_sample(load.view, report, self.clock)
         if effect is not ReportEffect.APPLIED or sample is None:
             return

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from pla_sglang.fleet.router.control.requests.prompts import PromptKnobs, Prompts, load_tokenizer, prompt_texts
 from pla_sglang.fleet.router.wire.messages import Ask, Endpoint
 from pla_sglang.load.prefix_index import BLOCK_ENDS, FINE_BYTES, PrefixIndex, byte_block_keys
+from pla_sglang.policy.interface.fleet import InstanceView
 from pla_sglang.sim.chain import model_path
 
 
@@ -21,6 +22,13 @@ def ask(body: object, endpoint: Endpoint = Endpoint.CHAT, **fields: object) -> A
 
 def prompts(**knobs: float) -> Prompts:
     return Prompts(PromptKnobs(**knobs), PrefixIndex(), encode=lambda text: len(text.split()))  # type: ignore[arg-type]
+
+
+def insert(index: PrefixIndex, instance: int, prompt: bytes, capacity_tokens: int = 1 << 60) -> None:
+    """A token is four bytes."""
+    tokens, size = len(prompt) // 4, len(prompt)
+    keys = byte_block_keys(prompt)
+    index.insert_prompt(instance, keys, tokens, size=size, now_s=0.0, capacity_tokens=capacity_tokens)
 
 
 @given(st.binary(max_size=6000), st.binary(max_size=6000), st.binary(max_size=6000))
@@ -43,8 +51,8 @@ def test_salt_keeps_apart() -> None:
 def test_an_instance_has_the_prefix_that_was_sent_there() -> None:
     index = PrefixIndex()
     long = bytes(range(256)) * 40
-    index.insert_prompt(3, byte_block_keys(long))
-    index.insert_prompt(5, byte_block_keys(long[: FINE_BYTES * 2]))
+    insert(index, 3, long)
+    insert(index, 5, long[: FINE_BYTES * 2])
     assert index.lookup(byte_block_keys(long)) == {3: len(long) // FINE_BYTES * FINE_BYTES, 5: FINE_BYTES * 2}
     assert index.lookup(byte_block_keys(b"other" * 200)) == {}
     index.forget_instance(3)
@@ -53,11 +61,11 @@ def test_an_instance_has_the_prefix_that_was_sent_there() -> None:
 
 def test_what_was_used_least_is_forgotten_and_a_prefix_outlives_its_end() -> None:
     index = PrefixIndex()
-    old, new = byte_block_keys(b"a" * FINE_BYTES * 3), byte_block_keys(b"b" * FINE_BYTES * 3)
-    index.insert_prompt(0, old, 4)
-    index.insert_prompt(0, new, 4)
-    assert index.lookup(new) == {0: 3 * FINE_BYTES}
-    assert index.lookup(old) == {0: FINE_BYTES}
+    old, new = b"a" * FINE_BYTES * 3, b"b" * FINE_BYTES * 3
+    insert(index, 0, old, FINE_BYTES)
+    insert(index, 0, new, FINE_BYTES)
+    assert index.lookup(byte_block_keys(new)) == {0: 3 * FINE_BYTES}
+    assert index.lookup(byte_block_keys(old)) == {0: FINE_BYTES}
     assert index.count_blocks() == 4
 
 
@@ -125,7 +133,10 @@ def test_the_next_turn_of_a_chat_finds_the_last_one() -> None:
     made = prompts(tokenize_bytes=0)
     history = [{"role": "system", "content": "s" * 3000}]
     first = made.measure_prompt(ask({"messages": history, "model": "m"}))
-    made.index.insert_prompt(2, first.keys)
+    view = InstanceView(2, "two", kv_capacity_tokens=100_000)
+    made.note_use(first, view, 1.0)
+    made.note_use(first, view, 2.0, answer_tokens=100)
+    assert (view.kv_cached_tokens, view.evicted_next_s) == (first.tokens + 100, 2.0)
     second = made.measure_prompt(ask({"messages": [*history, {"role": "user", "content": "u" * 1000}], "model": "m"}))
     cached = made.find_cached(second)[2]
     assert 0.6 * second.tokens < cached < 0.8 * second.tokens

@@ -70,6 +70,7 @@ class RouterSeries(Collector):
             registry, "migration_pause_seconds", "From the last event at one instance to the next."
         )
         self.worker_ttft = WorkerTtft(registry)
+        self.prefixes = PrefixSums(registry)
         self.ttft_s = Durations(registry, "ttft_seconds", "Arrival to first token.")
         self.stage_s = StageSums(registry, "ttft_stage_seconds", "Parts of the time to first token, summed.")
         self.decision_s = Durations(registry, "decision_seconds", "Time of the control plane for one dispatch.")
@@ -160,6 +161,40 @@ class WorkerTtft(Collector):
             family = CounterMetricFamily(f"pla_router_worker_{name}", text, labels=("worker",))
             for worker, sums in self.by_worker.items():
                 family.add_metric((worker,), read(sums))
+            yield family
+
+
+class PrefixSums(Collector):
+    """Prompt tokens by instance: how many the prefix index took for cached at the dispatch, and how many were.
+
+    Of requests whose answers say the latter, all of the same ones.
+    """
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.by_worker: dict[str, tuple[int, int, int]] = {}  # predicted, hit, prompt
+        registry.register(self)
+
+    def add_request(self, worker: str, predicted_tokens: int, hit_tokens: int, prompt_tokens: int) -> None:
+        """``worker``: the instance that has prefilled, by name."""
+        predicted, hit, prompt = self.by_worker.get(worker, (0, 0, 0))
+        self.by_worker[worker] = predicted + predicted_tokens, hit + hit_tokens, prompt + prompt_tokens
+
+    def to_dict(self) -> dict[str, dict[str, int]]:
+        """For /pla/state."""
+        names = ("predicted_tokens", "hit_tokens", "prompt_tokens")
+        return {worker: dict(zip(names, sums, strict=True)) for worker, sums in self.by_worker.items()}
+
+    def collect(self) -> Iterator[Metric]:
+        for place, (name, text) in enumerate(
+            (
+                ("predicted", "Prompt tokens that the prefix index took for cached."),
+                ("hit", "Prompt tokens of the same requests that were cached, as their answers say."),
+                ("prompt", "Prompt tokens of the same requests."),
+            )
+        ):
+            family = CounterMetricFamily(f"pla_router_prefix_{name}_tokens", text, labels=("worker",))
+            for worker, sums in self.by_worker.items():
+                family.add_metric((worker,), sums[place])
             yield family
 
 

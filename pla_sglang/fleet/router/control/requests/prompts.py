@@ -21,6 +21,7 @@ from pla_sglang.fleet.router.http.json_body import BYTES_PER_TOKEN, has_long_ids
 from pla_sglang.fleet.router.wire.inference import BY_ENDPOINT
 from pla_sglang.fleet.router.wire.messages import Ask, Endpoint
 from pla_sglang.load.prefix_index import PrefixIndex, byte_block_keys
+from pla_sglang.policy.interface.fleet import InstanceView
 
 Encode = Callable[[str], int]  # text -> its number of tokens
 CHAT_TOKENS_A_MESSAGE = 5  # role and separators of common templates
@@ -45,7 +46,7 @@ class PromptKnobs:
 
 
 class Prompt(msgspec.Struct, gc=False):
-    """What is known of one prompt. ``keys``: blocks of its bytes; ``size_bytes``: their range."""
+    """What is known of one prompt. ``keys``: blocks of its bytes; ``size_bytes``: their range, 0: none is cached."""
 
     tokens: int
     exact: bool
@@ -83,8 +84,9 @@ class Prompts:
         start = _start_of_prompt(body, ask.endpoint)
         # Of what an instance has read without going on with it, it need not have kept anything.
         keys = tuple(byte_block_keys(body[start:], salt=ask.endpoint.name.encode())) if path.generates else ()
+        size_bytes = len(body) - start if path.generates else 0
         if ask.exact_tokens:
-            return Prompt(max(1, ask.input_tokens), True, keys, len(body) - start)
+            return Prompt(max(1, ask.input_tokens), True, keys, size_bytes)
         tokens = self._count_tokens(body, ask.endpoint)
         exact = tokens is not None
         if tokens is None:
@@ -95,13 +97,28 @@ class Prompts:
                 tokens = round(ask.input_tokens * BYTES_PER_TOKEN / self.bytes_per_token)
             else:
                 tokens = round((len(body) - start) / self.bytes_per_token)
-        return Prompt(max(1, tokens), exact, keys, len(body) - start)
+        return Prompt(max(1, tokens), exact, keys, size_bytes)
 
     def find_cached(self, prompt: Prompt) -> Mapping[int, int]:
         """Instance -> leading tokens it probably has."""
         if not prompt.keys:
             return {}
         return {index: prompt.cached_tokens(matched) for index, matched in self.index.lookup(prompt.keys).items()}
+
+    def note_use(self, prompt: Prompt, view: InstanceView, at_s: float, answer_tokens: int | None = None) -> None:
+        """An instance computes the prompt, or has ended with it. ``at_s``: of its device; ``answer_tokens``: that it
+        has computed behind it in the end; None: it has begun."""
+        if prompt.size_bytes:
+            self.index.insert_prompt(
+                view.index,
+                prompt.keys,
+                prompt.tokens,
+                size=prompt.size_bytes,
+                now_s=at_s,
+                capacity_tokens=view.kv_capacity_tokens,
+                answer_tokens=answer_tokens,
+            )
+            self.index.show_cache(view)
 
     def _count_tokens(self, body: bytes, endpoint: Endpoint) -> int | None:
         if self.encode is None or len(body) > self._knobs.tokenize_bytes:
