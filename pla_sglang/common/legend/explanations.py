@@ -76,8 +76,8 @@ FLEET: Mapping[str, str] = {
     "combined.spare_decode": "Prefilled on a decode instance with time to spare: sooner than in the prefill pool.",
     "combined.spare_late": "Prefilled on a decode instance: it would be late everywhere else.",
     "combined.united": "Without roles: the instance where both phases cost least.",
-    "combined.unite": "Roles are dropped: decodes tolerate prefills on their instances.",
-    "combined.split": "Roles are taken: decodes do not tolerate prefills on their instances.",
+    "combined.unite": "Roles are dropped: the fleet bears as much without them.",
+    "combined.split": "Roles are taken: the fleet bears clearly more with them.",
     "combined.veto": "Another part with precedence wants the opposite.",
 }
 ENGINE: Mapping[str, str] = {
