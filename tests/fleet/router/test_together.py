@@ -41,6 +41,7 @@ QUIET = {
     "cooling_down_requests",
 } | {
     "worker_errors",
+    *("prefix_predicted_tokens_total", "prefix_hit_tokens_total", "prefix_prompt_tokens_total"),  # no answer says
     "worker_peers",
     *("worker_transfers", "worker_transfer_kv_tokens", "worker_transfer_ready", "worker_pinned_requests"),
     *("worker_transfers_refused", "worker_transfer_faults"),
