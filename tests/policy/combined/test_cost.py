@@ -13,7 +13,7 @@ from support.combined import arrow, combined, cost
 from support.fleets import CURVE, LinearSteps, decode, fleet, mixed, names, prefill, request
 
 from pla_sglang.common.errors import ConfigError
-from pla_sglang.policy.combined.cost import CostKnobs, InstanceCost
+from pla_sglang.policy.combined.cost import COMPARED, CostKnobs, InstanceCost
 from pla_sglang.policy.interface.decisions import MeasuredPass, PrefillSample
 from pla_sglang.policy.interface.fleet import FleetView, InstanceView, RequestView
 from pla_sglang.policy.measured_steps import MeasuredSteps
@@ -185,6 +185,21 @@ def send(part: InstanceCost, view: FleetView, sizes: list[int]) -> Counter[str]:
         chosen.kv_cached_tokens += tokens
         sent[chosen.name] += tokens
     return sent
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.data())
+def test_in_a_large_fleet_the_least_loaded_and_the_holders_are_compared(data: st.DataObject) -> None:
+    """The choice costs no more than that among all by much: what is left out is more loaded than 64 others."""
+    count = 4 * COMPARED
+    loads = data.draw(st.lists(st.integers(0, 20_000), min_size=count, max_size=count))
+    holder = data.draw(st.integers(0, count - 1))
+    view = fleet(*(mixed(queued_tokens=tokens, queued_prefills=1) for tokens in loads))
+    ask = request(4_000, cached={holder: 3_900})
+    part = cost()
+    chosen = part.choose(ask, view, 0.0, ANSWER_TOKENS)
+    assert chosen is not None
+    assert chosen.index == holder or loads[chosen.index] == min(loads)
 
 
 def test_an_idle_fleet_fills_all_caches() -> None:

@@ -18,7 +18,7 @@ from pla_sglang.fleet.router.control.workers.table import WorkerState
 from pla_sglang.fleet.router.wire import messages as m
 from pla_sglang.load import tracker
 from pla_sglang.load.push import Pusher
-from pla_sglang.load.report import Backlog, ClassQueue, PassTotals, Report
+from pla_sglang.load.report import Backlog, ClassQueue, PassTiming, PassTotals, Report
 from pla_sglang.policy.admission import AdmissionKnobs
 
 
@@ -222,6 +222,7 @@ async def test_telemetry_makes_polls_needless_and_tells_of_restarts(tmp_path: Pa
             backlog=backlog,
             running=3,
             passes=passes,
+            steps=(PassTiming(1000, 1_000_000, 0, 1, 5.0),),
             short=ClassQueue(2, 30),
             role="short",
             errors={"aborted": 2},
