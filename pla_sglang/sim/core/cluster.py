@@ -236,6 +236,7 @@ class Cluster:
             self.fleet.overlapped(request.target).receive(request)
 
     def on_finished(self, request: SimRequest, instance: int) -> None:
+        self._withdraw(request)  # its prefill gave the only token that it still lacked
         kept = self._config.engine.answers is not AnswerCaching.DROPPED and bool(request.answer_ids)
         if kept:
             self._keep_answer(request, instance)
