@@ -309,3 +309,25 @@ def test_an_urgent_long_prompt_does_not_run_whole_where_it_is_too_late_for_next_
     goes_on = under_way and action is L
     assert planned.selected == (() if goes_on else (one,))
     assert planned.park is (under_way and not goes_on)
+
+
+@pytest.mark.parametrize(
+    ("name", "target_s", "due_s", "slack_s", "tokens"),
+    [
+        # 60 % of the target are 590 tokens. Seven of such passes do 4,000; 1.7 times that, 0.7 s, with who comes
+        ("first tokens have time", 0.1001, 0.8, None, 590),
+        ("they have none to give", 0.1, 0.6, None, 1000),
+        ("who has no target may have none", 0.1, None, None, 1000),
+        ("who is late anyway does not count", 0.1001, -0.1, None, 590),
+        ("a next token that is due sooner", 0.1, 0.8, 0.05, 490),
+        ("nobody who runs has a target", None, 0.8, None, 1000),
+        ("below the crossing a smaller pass would be no faster", 0.015, 0.8, None, 1000),
+    ],
+)
+def test_a_pass_is_cut_to_a_share_of_the_token_target_while_first_tokens_have_time(
+    name: str, target_s: float | None, due_s: float | None, slack_s: float | None, tokens: int
+) -> None:
+    waiting = long(RECENT_S, deadline_s=None if due_s is None else NOW_S + due_s)
+    view = riding(pass_view([waiting]), slack_s=slack_s, tpot_target_s=target_s)
+    decision = policy().decide(view, NOW_S)
+    assert (decision.action, decision.chunk_tokens) == (L, tokens)
