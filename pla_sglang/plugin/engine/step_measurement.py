@@ -130,8 +130,8 @@ class StepMeasurement:
             "mean_relative_error": prefills.error,
             "riding_samples": len(decodes),
             "told": [
-                prefills.model.to_floats(),
-                dataclasses.astuple(decodes.model),
+                list(prefills.model.to_floats()),
+                list(dataclasses.astuple(decodes.model)),
                 [prefills.passes, decodes.decodes, decodes.mixed],
             ],
             "cached": self.cached,
