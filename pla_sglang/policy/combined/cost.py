@@ -178,5 +178,5 @@ class InstanceCost:
 
 
 def _held_share(instance: InstanceView) -> float:
-    """Of its KV cache, in use or kept."""
+    """Share of its KV cache that is in use or kept."""
     return (instance.kv_used_tokens + instance.kv_cached_tokens) / instance.kv_capacity_tokens
