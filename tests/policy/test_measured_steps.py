@@ -148,6 +148,25 @@ def test_a_factor_is_of_one_curve() -> None:
     assert predictor.backlog_s(one, 1, 1000, 1_000_000, 0) == pytest.approx(2 * CURVE.time_s(1000), rel=0.01)
 
 
+def test_a_factor_serves_all_with_the_same_measured_step_times() -> None:
+    """By value: in a replay each instance has an object of its own. With other times, nothing of it is left."""
+    predictor, profile = TtftPredictor({"": CURVE}), LinearSteps()
+    first, second = instance(0), instance(1)
+    first.steps, second.steps = (MeasuredSteps(profile, slower(2)[0], None) for _ in range(2))
+    for _ in range(200):
+        measured = MeasuredPass(1000, 1_000_000, 0, 1.1 * predictor.curve(first).time_s(1000))
+        predictor.on_prefill(PrefillSample(first, 1000, 1_000_000, 0, 1, 1.0, (measured,)))
+    assert predictor.factor(second) == predictor.factor(first) == pytest.approx(1.1, rel=0.01)
+    assert predictor.curve(second) is predictor.curve(first)
+    second.steps = None
+    assert predictor.factor(second) == 1
+    assert predictor.factor(first) == pytest.approx(1.1, rel=0.01)
+    first.steps = None
+    assert predictor.factor(first) == 1
+    first.steps = MeasuredSteps(profile, slower(2)[0], None)
+    assert predictor.factor(first) == 1
+
+
 def test_each_instance_has_its_own_max_running_tokens() -> None:
     setup = Setup(LinearSteps(), 100_000, 1.0, 0.050)
     arrow = ArrowPolicy(

@@ -65,8 +65,6 @@ USUAL = Traffic(
     short_output_tokens=32.0,
     context_tokens=1152.0,
 )
-
-
 _ROLES_BY = {
     PoolEvent.TO_PREFILL: (Role.PREFILL, Role.DECODE_TO_PREFILL),
     PoolEvent.TO_DECODE: (Role.DECODE, Role.PREFILL_TO_DECODE),
@@ -141,7 +139,7 @@ class ColocationMode:
         self._mixes = mixes
         self._judged_s = self._changed_s = -math.inf
 
-    def note(self, request: RequestView, fleet: FleetView) -> None:
+    def note(self, request: RequestView) -> None:
         """``request`` is being dispatched, in either form; assuming the largest cached prefix."""
         history = min(max(request.cached.values(), default=0), request.input_tokens - 1)
         self.meter.on_request(request.input_tokens - history, history)

@@ -32,8 +32,6 @@ from pla_sglang.policy.interface.fleet import FleetView, InstanceView, RequestVi
 from pla_sglang.policy.interface.step_times import StepTimes
 
 LEAST_SPARE = 0.1  # of the TPOT target, so that the cost stays finite where a device cannot keep it
-
-
 COMPARED = 64  # instances whose cost is worked out: in a fleet of 1,000 a decision would take 5 ms for all
 HELD_WEIGHT = 0.01  # of what caches hold, as a share of a target: so little that load decides, and all are filled
 
@@ -81,10 +79,8 @@ class InstanceCost:
         """
         best, best_cost, best_held = None, math.inf, math.inf
         members = fleet.by_role[Role.MIXED]
-        usual = members[len(members) // 2] if members else None
         for instance in members if len(members) <= COMPARED else self._find_likely(request, members):
-            assert usual is not None
-            cost = self._cost(request, instance, usual, now_s, answer_tokens)
+            cost = self._cost(request, instance, members[len(members) // 2], now_s, answer_tokens)
             if cost > best_cost:
                 continue
             held = _held_share(instance)

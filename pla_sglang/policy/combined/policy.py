@@ -181,7 +181,7 @@ class CombinedPolicy(Observer):
         unite, cost = self.parts.unite, self.parts.cost
         if unite is None or cost is None:
             return None
-        unite.note(request, fleet)
+        unite.note(request)
         if unite.mode is FleetMode.ROLES:
             return None
         chosen = cost.choose(request, fleet, now_s, unite.meter.output_tokens)

@@ -4,10 +4,10 @@ TTFT = queueing delay + own prefill time. The queueing delay is the predicted ti
 the sums in ``InstanceView`` that is four multiplications, so a scan over a thousand instances stays cheap.
 
 Beyond the paper: the fitted curve is corrected online by observed over predicted time of prefill passes, older passes
-forgotten, and the predictor knows how wrong its TTFTs have been. One factor serves all instances of a profile. An
-instance has its own only where it differs by more than ``own_factor``. A curve is that wrong for some lengths, so
-less says what an instance was sent, not how fast it is. A choice by the least time would follow it: the instance that
-was lucky gets all, and one that was never tried gets nothing.
+forgotten, and the predictor knows how wrong its TTFTs have been. One factor serves all instances of a kind: with the
+same step times, given by a profile or measured. An instance has its own only where it differs by ``own_factor``.
+A curve is that wrong for some lengths, so less says what an instance was sent, not how fast it is. A choice by the
+least time would follow it: the instance that was lucky gets all, and one that was never tried gets nothing.
 """
 
 from __future__ import annotations
@@ -106,16 +106,19 @@ class TtftPredictor:
         self.knobs = knobs or PredictorKnobs()
         self.error = PredictionError()
         self._seen: dict[int, _Factor] = {}  # by instance
-        self._common: dict[str, _Factor] = {}  # by kind of instance
+        self._common: dict[str | int, _Factor] = {}  # by kind of instance
         self._own: dict[int, float] = {}  # instances whose factor differs from that of their kind
-        self._own_curves: dict[int, tuple[StepTimes, PrefillCurve]] = {}
+        self._measured: dict[int, tuple[StepTimes, PrefillCurve]] = {}  # kinds with step times of their own, by number
+        self._numbers: dict[int, tuple[StepTimes, int]] = {}  # by instance: its own step times, and the number of these
+        self._next_number = 0
 
     def factor(self, instance: InstanceView) -> float:
         """What the fit is multiplied by on ``instance``."""
+        kind = self._kind_of(instance)
         own = self._own.get(instance.index)
         if own is not None:
             return own
-        common = self._common.get(_kind_of(instance))
+        common = self._common.get(kind)
         return 1.0 if common is None else self._bounded(common.ratio(1.0))
 
     def _bounded(self, ratio: float) -> float:
@@ -124,21 +127,39 @@ class TtftPredictor:
     def curve(self, instance: InstanceView) -> PrefillCurve:
         """Raises KeyError for a profile without curve where there is no default."""
         if instance.steps is not None:
-            return self._own_curve(instance, instance.steps)
+            return self._measured[self._number_of(instance, instance.steps)][1]
         found = self.curves.get(instance.profile)
         return self.curves[""] if found is None else found
 
-    def _own_curve(self, instance: InstanceView, steps: StepTimes) -> PrefillCurve:
-        """Fitted once. A factor that was observed against the curve before says nothing of this one."""
-        known = self._own_curves.get(instance.index)
+    def _kind_of(self, instance: InstanceView) -> str | int:
+        """Instances of a kind have the same curve: a profile by its name, other step times by their number."""
+        if instance.steps is not None:
+            return self._number_of(instance, instance.steps)
+        if instance.index in self._numbers:
+            self._forget_steps(instance)
+        return instance.profile
+
+    def _number_of(self, instance: InstanceView, steps: StepTimes) -> int:
+        """Equal step times have one number, and a curve that is fitted once."""
+        known = self._numbers.get(instance.index)
         if known is not None and known[0] is steps:
             return known[1]
-        curve = profile_curve(steps)
-        self._own_curves[instance.index] = steps, curve
+        self._forget_steps(instance)
+        number = next((number for number, (other, _) in self._measured.items() if other == steps), None)
+        if number is None:
+            number, self._next_number = self._next_number, self._next_number + 1
+            self._measured[number] = steps, profile_curve(steps)
+        self._numbers[instance.index] = steps, number
+        return number
+
+    def _forget_steps(self, instance: InstanceView) -> None:
+        """It has other step times now. A factor of its own, which was observed against those before, says nothing."""
         self._seen.pop(instance.index, None)
         self._own.pop(instance.index, None)
-        self._common.pop(_kind_of(instance), None)
-        return curve
+        _, number = self._numbers.pop(instance.index, (None, None))
+        if number is not None and all(other != number for _, other in self._numbers.values()):
+            del self._measured[number]
+            self._common.pop(number, None)
 
     def delay_s(self, instance: InstanceView) -> float:
         """Prefill queueing delay of ``instance``: the time of its unfinished backlog."""
@@ -198,7 +219,7 @@ class TtftPredictor:
             curve.batch_s(step.requests, step.new_tokens, step.attention, step.history_tokens) for step in steps
         )
         seen = self._seen.setdefault(instance.index, _Factor(knobs.prior_s))
-        common = self._common.setdefault(_kind_of(instance), _Factor(knobs.prior_s))
+        common = self._common.setdefault(self._kind_of(instance), _Factor(knobs.prior_s))
         for factor in (seen, common):
             factor.add(measured_s, fitted_s, knobs.memory_s)
         usual = common.ratio(1.0)
@@ -212,11 +233,6 @@ class TtftPredictor:
         """Judge the prediction that ``request`` carries."""
         if request.predicted_ttft_s is not None:
             self.error.add(request.predicted_ttft_s, now_s - request.arrival_s, self.knobs.error_memory)
-
-
-def _kind_of(instance: InstanceView) -> str:
-    """Instances of a kind have the same curve."""
-    return instance.profile if instance.steps is None else instance.name
 
 
 class PredictingPolicy(Observer):

@@ -42,7 +42,7 @@ def eight(**fields: object) -> FleetView:
 
 def see(policy: ColocationMode, view: FleetView, traffic: tuple[int, int]) -> None:
     prompt, answer = traffic
-    policy.note(request(prompt), view)
+    policy.note(request(prompt))
     policy.meter.on_answer(answer)
 
 
@@ -115,12 +115,12 @@ def test_step_times_that_instances_have_measured_count() -> None:
 
 
 def test_what_a_prefix_cache_has_is_no_new_work() -> None:
-    policy, view = unite(), eight()
-    policy.note(request(10_600, cached={3: 10_000, 4: 9000}), view)
+    policy = unite()
+    policy.note(request(10_600, cached={3: 10_000, 4: 9000}))
     traffic = policy.meter.traffic()
     assert (traffic.new_tokens, traffic.history_tokens) == (600, 10_000)
     assert traffic.attention == 600 * (600 + 2 * 10_000)
-    policy.note(request(100, cached={0: 100}), view)
+    policy.note(request(100, cached={0: 100}))
     assert policy.meter.traffic().new_tokens == 1, "one token is always computed"
 
 
