@@ -275,7 +275,7 @@ class SimInstance:
         self._host.on_pass_reason(decision.reason.value)
         if decision.action is Action.HOLD:
             return False, decision.release_s
-        parts = self.queue.admit(decision, view, self.decoding.growth.value)
+        parts = self.queue.admit(decision, view)
         self._policy.on_pass(decision, view, [request.waiting for request, _ in parts], now_s)
         if not parts:
             return False, self._nothing_admitted(now_s)

@@ -72,7 +72,9 @@ class PrefillQueue:
 
         Not ``seen``: it is on its way to the queue; ``arriving`` says when it is there, infinity: that is not known.
         """
-        request.waiting.output_tokens = min(request.limit_left, self._knobs.limit_clip_tokens)
+        waiting = request.waiting
+        room_tokens = self._pool.capacity_tokens - waiting.new_tokens - waiting.history_tokens
+        waiting.output_tokens = min(request.limit_left, self._knobs.limit_clip_tokens, room_tokens)
         if request.hash_ids:
             self._match(request)
         if not seen:
@@ -144,11 +146,11 @@ class PrefillQueue:
 
     # -- a pass ------------------------------------------------------------------------------------------------------
 
-    def admit(self, decision: PassDecision, view: PassView, growth: float) -> list[tuple[SimRequest, int]]:
+    def admit(self, decision: PassDecision, view: PassView) -> list[tuple[SimRequest, int]]:
         """Requests and tokens of the pass, taken out of the queue, their memory taken. May be empty.
 
-        ``growth`` is the share of a request's limit that admission counts on. Raises SimError when the decision asks
-        for what ``PassDecision`` does not allow.
+        Admission counts a request's limit in full, and that of running ones by ``GrowthRatio``, as SGLang's does.
+        Raises SimError when the decision asks for what ``PassDecision`` does not allow.
         """
         check_decision(decision, self.chunk)
         parts: list[tuple[SimRequest, int]] = []
@@ -161,7 +163,7 @@ class PrefillQueue:
         budget = view.pass_budget_tokens - sum(tokens for _, tokens in parts)
         # The host holds one chunk: another request may be cut only when the one under way completes in this pass.
         may_cut = self.chunk is None or (continued is not None and tokens == continued.waiting.new_tokens)
-        admitted = self._fitting(decision, view, growth, budget, may_cut=may_cut)
+        admitted = self._fitting(decision, view, budget, may_cut=may_cut)
         self._take_out([request for request, _ in admitted])
         parts += admitted
         for request, tokens in admitted:
@@ -183,7 +185,7 @@ class PrefillQueue:
         return min(chunk.waiting.new_tokens, most)
 
     def _fitting(
-        self, decision: PassDecision, view: PassView, growth: float, budget: int, *, may_cut: bool
+        self, decision: PassDecision, view: PassView, budget: int, *, may_cut: bool
     ) -> list[tuple[SimRequest, int]]:
         slots, free = view.slots, view.kv_free_tokens - self.chunk_rest_tokens
         most = self._knobs.chunk_tokens
@@ -196,7 +198,7 @@ class PrefillQueue:
                 self._match_again(request)  # as the host does when it adds a request: blocks have come or gone since
             blocks = request.hash_ids[: waiting.history_tokens // self._pool.block_tokens]
             locked = self._pool.available_tokens - self._pool.room_after_lock(blocks)
-            needed = waiting.new_tokens + locked + int(growth * waiting.output_tokens)
+            needed = waiting.new_tokens + locked + waiting.output_tokens
             tokens = min(waiting.new_tokens, budget, most)
             cut = tokens < waiting.new_tokens
             if slots <= len(fitting) or needed > free or tokens <= 0 or (cut and not may_cut):
