@@ -49,12 +49,12 @@ def dataset_of(options: argparse.Namespace) -> Dataset | None:
     return dataset
 
 
-def add_emulated_device(parser: argparse.ArgumentParser, *, time_scale: float) -> None:
+def add_emulated_device(parser: argparse._ActionsContainer, *, time_scale: float) -> None:
     parser.add_argument("--profile", default=DEFAULT_PROFILE, help="of the emulated devices")
     parser.add_argument("--time-scale", type=float, default=time_scale, help="how much slower the device is")
 
 
-def add_max_overhead(parser: argparse.ArgumentParser, what: str) -> None:
+def add_max_overhead(parser: argparse._ActionsContainer, what: str) -> None:
     text = f"a host more in the way makes {what} invalid"
     parser.add_argument("--max-overhead", type=float, default=MAX_OVERHEAD, help=text)
 

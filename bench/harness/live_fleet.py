@@ -74,7 +74,8 @@ class LiveFleet:
             servers.flush_cache(engine["url"])
         with self.running_router(policy, router_flags, kind=router) as url:
             records = replay(url, planned, timeout_s=self.timeout_s)
-            told = {"flips": servers.fetch(f"{url}/pla/state")["flips"]} if router == "pla" else {}
+            state = servers.fetch(f"{url}/pla/state") if router == "pla" else {}
+            told = {name: state[name] for name in ("flips", "prefixes") if name in state}
         require_answers(records)
         return records, told
 
@@ -83,14 +84,16 @@ class LiveFleet:
     ) -> Row:
         """``points``, what says whether hosts and client kept up, and how often our router changed roles (``flips``).
 
-        Raises ServerError.
+        Where prompts share prefixes, also what of them was cached (``describe_hits``). Raises ServerError.
         """
         planned = plan(trace, seed=self.seed, time_scale=self.time_scale)
         report.say(f"{name}: {len(planned)} requests at {trace.rate_per_s:.2f}/s, {planned[-1].at_s:.0f} s")
         before = servers.read_devices(self.described)
         records, told = self._send(policy, planned, router_flags, router)
         after = servers.read_devices(self.described)
+        prefixes = told.pop("prefixes", {})
         row = {"points": points_of(records, self.time_scale), "rate_rps": trace.rate_per_s} | told
+        row |= {} if trace.hash_ids is None else describe_hits(records, prefixes)
         return row | self.describe_hosts(before, after, records) | {"tokens_wrong": sum(map(count_wrong, records))}
 
     def describe_hosts(self, before: Devices, after: Devices, records: Sequence[Sent]) -> Row:
@@ -103,6 +106,20 @@ class LiveFleet:
             "client_lag_p99_ms": float(np.percentile(lag_s(records), 99)) * 1e3,
             "plugin_commit": report.environment()["plugin_commit"],
         }
+
+
+def describe_hits(records: Sequence[Record], prefixes: Mapping[str, Mapping[str, int]]) -> Row:
+    """``hit_rate``: share of the prompts' tokens that were cached, by the answers.
+
+    ``predicted_hit_error``: share of them by which our router was wrong about that. Its sums of an instance are all
+    that it tells (``prefixes`` of /pla/state), so errors up and down within one cancel out.
+    """
+    cached = sum(int(record.meta.get("cached_tokens") or 0) for record in records)
+    row: Row = {"hit_rate": cached / sum(len(record.prompt_ids) for record in records)}
+    if judged := sum(sums["prompt_tokens"] for sums in prefixes.values()):
+        wrong = sum(abs(sums["predicted_tokens"] - sums["hit_tokens"]) for sums in prefixes.values())
+        row["predicted_hit_error"] = wrong / judged
+    return row
 
 
 def is_valid(row: Mapping[str, Any], max_overhead: float) -> bool:

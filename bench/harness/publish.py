@@ -68,7 +68,8 @@ def publish(name: str, source: Path, root: Path, pages: dict[str, tuple[Bench, M
     if name == "hol":
         fill_page(HEADLINE, pages[HEADLINE][1](result), root)
     measured_on = "cpu" if result.get("device", "cpu") == "cpu" else "gpu"
-    kept = root / bench.results_folder / (bench.results or ("emulated" if "profile" in result else measured_on))
+    folder = bench.results or ("emulated" if "profile" in result else measured_on)
+    kept = root / bench.results_folder / ("emulated" if "time_scale" in result else folder)
     kept.mkdir(parents=True, exist_ok=True)
     (kept / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     for ending in (".png", "-queue.png"):

@@ -1,14 +1,19 @@
-"""A trace as prompts of the chain model, sent open-loop to one server or router, every token checked."""
+"""A trace as prompts of the chain model, sent to one server or router, every token checked.
+
+In open loop, or, where the trace has think times, as closed loops: each session sends its next request its think time
+after the answer before it.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import math
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import msgspec
@@ -18,6 +23,7 @@ import uvloop
 from bench.harness.bench import is_complete, measuring
 from bench.harness.load_client import START_DELAY_S, Answer, StreamClient, sleep_until
 from bench.harness.report import progress_bar, show
+from pla_sglang.load.prefix_index import token_block_keys
 from pla_sglang.sim import chain
 from pla_sglang.sim.chain.vocab import VOCAB_SIZE, WORD_BASE, token_text
 from pla_sglang.sim.metrics.goodput import Served, Slo, goodput, quantile
@@ -31,9 +37,10 @@ WORDS = range(WORD_BASE, VOCAB_SIZE)
 
 @dataclass(slots=True)
 class Planned:
-    """One request. ``after`` is the index of the earlier turn whose answer the prompt continues, if any.
+    """One request. ``after`` is the index of the earlier turn whose answer it waits for, if any.
 
-    ``own_ids`` is the whole prompt of a first turn; of a later one it is what follows the earlier prompt and answer.
+    ``own_ids`` is the whole prompt, but for a turn that continues the answer that came (``after`` without ``think_s``):
+    then it is what follows the earlier prompt and answer. ``think_s``: real time from that answer to this request.
     """
 
     index: int
@@ -41,15 +48,24 @@ class Planned:
     own_ids: list[int]
     output_tokens: int
     after: int | None = None
+    think_s: float | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Tells whether ``own_ids`` is the whole prompt."""
+        return self.after is None or self.think_s is not None
 
 
 def plan(trace: Trace, *, seed: int, time_scale: float = 1.0, sessions: bool = False) -> list[Planned]:
     """Requests of ``trace`` in order, arrivals stretched by ``time_scale``.
 
     Prompts share prefixes as the trace's block ids say. With ``sessions`` a later turn continues the earlier turn's
-    prompt and answer instead, and is not sent before that answer is complete. Prompts shorter than three tokens become
-    three tokens long, outputs longer than 65,535 are cut to that.
+    prompt and answer instead, and is not sent before that answer is complete. A trace with think times makes closed
+    loops (``_plan_loops``). Prompts shorter than three tokens become three tokens long, outputs longer than 65,535 are
+    cut to that.
     """
+    if trace.think_s is not None:
+        return _plan_loops(trace, seed=seed, time_scale=time_scale)
     rng = random.Random(seed)
     latest: dict[int, tuple[int, int]] = {}  # session -> index and length, answer included, of its last turn
     planned = []
@@ -78,6 +94,61 @@ def _block_prompt(ids: Sequence[int], tokens: int, block_tokens: int, seed: int,
     for block in ids[: tokens // block_tokens]:  # the same id gives the same tokens
         prompt += random.Random(f"{seed}:{block}").choices(WORDS, k=block_tokens)
     return prompt + rng.choices(WORDS, k=tokens - len(prompt))
+
+
+def _plan_loops(trace: Trace, *, seed: int, time_scale: float) -> list[Planned]:
+    """All but the first request of a session come their think time after the answer before them.
+
+    A prompt begins with the blocks that earlier prompts have had too. Where an earlier prompt ends within the block
+    that follows, this one goes on with that prompt's end and its answer, as far as its length allows. The rest is new.
+    Answers in prompts are the oracle's: where one comes otherwise, the run counts for nothing. So all prompts are known
+    before the first request is sent.
+    """
+    assert trace.session is not None
+    assert trace.think_s is not None
+    rng, size = random.Random(seed), trace.block_tokens
+    block_ids: dict[int, list[int]] = {}  # block -> its tokens
+    rests: dict[tuple[int, int | None], list[int]] = {}  # session and a prompt's last whole block -> what came behind
+    latest: dict[int, int] = {}  # session -> index of its last request
+    planned = []
+    for index in range(len(trace)):
+        session = int(trace.session[index])
+        wanted = min(int(trace.output_tokens[index]), chain.MAX_ASK)
+        ask = chain.ask_ids(wanted)
+        room = max(LEAST_PROMPT, int(trace.input_tokens[index])) - len(ask)
+        blocks = () if trace.hash_ids is None else trace.hash_ids[index][: room // size]
+        known = list(itertools.takewhile(block_ids.__contains__, blocks))
+        prompt = [token for block in known for token in block_ids[block]]
+        prompt += rests.get((session, known[-1] if known else None), [])[: room - len(prompt)]
+        prompt += rng.choices(WORDS, k=room - len(prompt))
+        prompt += ask
+        for place in range(len(known), len(blocks)):
+            block_ids[blocks[place]] = prompt[place * size : (place + 1) * size]
+        answer = chain.expected(prompt, wanted + 1).tokens
+        rests[session, blocks[-1] if blocks else None] = [*prompt[len(blocks) * size :], *answer]
+        after = latest.get(session)
+        think_s = None if after is None else float(trace.think_s[index]) * time_scale
+        planned.append(Planned(index, float(trace.arrival_s[index]) * time_scale, prompt, wanted, after, think_s))
+        latest[session] = index
+    return planned
+
+
+def name_prefixes(trace: Trace, planned: Sequence[Planned], block_tokens: int) -> Trace:
+    """``trace`` with ids for the blocks of the planned prompts and, beyond them, of their answers.
+
+    For a simulator that is to find in prefix caches what engines find there. All prompts must be whole.
+    """
+    ids: dict[int, int] = {}
+    prompts, answers = [], []
+    for request in planned:
+        assert request.is_whole
+        answer = chain.expected(request.own_ids, request.output_tokens + 1).tokens[:-1]  # the last one is never read
+        keys = token_block_keys([*request.own_ids, *answer], block_tokens)
+        blocks = tuple(ids.setdefault(key, len(ids)) for key in keys)
+        whole = len(request.own_ids) // block_tokens
+        prompts.append(blocks[:whole])
+        answers.append(blocks[whole:])
+    return replace(trace, hash_ids=tuple(prompts), answer_ids=tuple(answers), block_tokens=block_tokens)
 
 
 # -- sending -----------------------------------------------------------------------------------------------------------
@@ -110,7 +181,7 @@ def encode_planned(request: Planned, **fields: Any) -> bytes:
 
 
 class Replay(StreamClient):
-    """One open-loop run against one server or router.
+    """One run against one server or router.
 
     Args:
         body: makes the body of a request from its prompt.
@@ -126,13 +197,14 @@ class Replay(StreamClient):
         """Send everything and wait for every answer. An interruption ends the run; the finished answers remain."""
         parents = {request.after for request in planned if request.after is not None}
         self._done = {index: asyncio.Event() for index in parents}
-        bodies = {request.index: self._body(request, request.own_ids) for request in planned if request.after is None}
+        bodies = {request.index: self._body(request, request.own_ids) for request in planned if request.is_whole}
         gc.collect()
         gc.freeze()  # a collection over all these prompts would stop the clock
         start_s = time.perf_counter() + START_DELAY_S
 
         async def send(request: Planned) -> None:
-            await sleep_until(start_s + request.at_s)
+            if request.think_s is None:
+                await sleep_until(start_s + request.at_s)
             await self._send_planned(request, bodies.pop(request.index, None), start_s)
             if on_done is not None:
                 on_done()
@@ -148,28 +220,39 @@ class Replay(StreamClient):
 
     async def _send_planned(self, request: Planned, body: bytes | None, start_s: float) -> None:
         record = self._records[request.index] = Record(request, request.at_s, prompt_ids=request.own_ids)
-        if request.after is not None:
-            body = await self._continue_turn(record, start_s)
         try:
-            if body is not None:
-                await self.send_body(record, body, start_s)
+            if request.after is not None and not await self._wait_for_answer(record, start_s):
+                return
+            if not request.is_whole:
+                body = self._body(request, record.prompt_ids)
+            assert body is not None
+            await self.send_body(record, body, start_s)
         finally:
             if request.index in self._done:
                 self._done[request.index].set()
 
-    async def _continue_turn(self, record: Record, start_s: float) -> bytes | None:
-        """Body of a later turn, once the earlier answer is there; it is due then, if that is after its arrival."""
-        after = record.planned.after
-        assert after is not None
-        await self._done[after].wait()
-        earlier = self._records[after]
+    async def _wait_for_answer(self, record: Record, start_s: float) -> bool:
+        """Until a later turn may be sent; False: never, as the answer before it has failed.
+
+        It is due its think time after that answer; without one when the answer is there, if that is after its arrival,
+        and its prompt goes on with it.
+        """
+        request = record.planned
+        assert request.after is not None
+        await self._done[request.after].wait()
+        earlier = self._records[request.after]
         earlier.settle()
         if earlier.error is not None:
             record.error = "the turn before failed"
-            return None
-        record.due_s = max(record.due_s, time.perf_counter() - start_s)
-        record.prompt_ids = [*earlier.prompt_ids, *earlier.output_ids, *record.planned.own_ids]
-        return self._body(record.planned, record.prompt_ids)
+            return False
+        if request.think_s is None:
+            record.due_s = max(record.due_s, time.perf_counter() - start_s)
+            record.prompt_ids = [*earlier.prompt_ids, *earlier.output_ids, *request.own_ids]
+        else:
+            assert earlier.done_s is not None
+            record.due_s = earlier.done_s + request.think_s
+            await sleep_until(start_s + record.due_s)
+        return True
 
     async def send_body(self, record: Record, body: bytes, start_s: float) -> None:
         """What a client that behaves in another way replaces."""

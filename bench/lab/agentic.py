@@ -1,13 +1,14 @@
 """Recorded agent sessions: the highest rate of the best stock arm and of ours, their latencies, and how long jobs take.
 
-In the simulator, 8 instances: sessions of a coding agent as closed loops (``named_workloads``). Stock: unified engines
-with mixed chunks of 1,024 to 4,096, each order of prefills that SGLang has, behind cache-aware and least-tokens
-routing. They race on a coarse ladder of rates over ``--race-span-s``; the best ``--keep`` and ours are searched on
-the fine one over ``--span-s``, for 90, 95 and 99 % of the requests in target. Rates are requests/s.
+In the simulator, 8 instances: sessions and stock arms of ``agent_sessions``. The arms race on a coarse ladder of rates
+over ``--race-span-s``; the best ``--keep`` and ours are searched on the fine one over ``--span-s``, for 90, 95 and 99 %
+of the requests in target. Rates are requests/s.
 
 A rate is held where it is held with each of ``--seeds``: sessions in another order, at other Poisson starts. Figures of
 several seeds are those of the worse one. Every run is kept in ``--out``: a run of the same code resumes. Nothing is
 generated, so no token can be wrong: ``tokens_wrong`` is null.
+
+``--live``: on emulated engines instead, at given rates (``agentic_live``); the flags under "live" are for that.
 """
 
 from __future__ import annotations
@@ -15,47 +16,38 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import functools
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from bench.harness.bench import Result, is_complete, measuring
 from bench.harness.figures import COLOURS, STOCK_COLOUR, draw_bars, panels
 from bench.harness.report import Cells, emit, environment, markdown, number, say, show
 from bench.harness.steps import NoStepError, Row
-from bench.lab import cells
+from bench.lab import agentic_live, cells
+from bench.lab.agent_sessions import (
+    ATTAINMENT,
+    HIT_ERROR,
+    HIT_RATE,
+    JOB_P50_S,
+    NAME,
+    STOCK_ARMS,
+    TTFT_P50_S,
+    TTFT_P99_S,
+    figures_of,
+    sessions_of,
+)
 from bench.lab.cells import CellRunner, data_folder
 from bench.lab.halving import Ladder, Place, race_arms, search_rungs
-from bench.lab.named_workloads import Workload, workload
 from pla_sglang.common.checks import require
 from pla_sglang.sim.core.errors import SimError
-from pla_sglang.sim.core.experiment import ExperimentResult, run_experiment
-from pla_sglang.sim.core.fleet_arms import INSTANCES, ORDERS, OURS, FleetArm, client_limit_tokens
+from pla_sglang.sim.core.experiment import run_experiment
+from pla_sglang.sim.core.fleet_arms import INSTANCES, OURS, FleetArm, client_limit_tokens
 from pla_sglang.sim.metrics.goodput import LEAST_SPAN_S
-from pla_sglang.sim.workload import Trace
 
-NAME = "agentic"  # of the workload
 TARGETS = (0.9, 0.95, 0.99)
 RACED = 0.95  # of them: the arms race for it, and the figures beside the rates are at it
 IDLE_PER_S = 0.5  # requests/s that leave the fleet nearly idle
-STOCK_ARMS = tuple(
-    FleetArm(router, mixed=True, chunk_tokens=chunk_tokens, order=order)
-    for router in ("cache-aware", "least-tokens")
-    for chunk_tokens in (1024, 2048, 4096)
-    for order in ORDERS
-)
-ATTAINMENT, TTFT_P50_S, TTFT_P99_S, JOB_P50_S, HIT_RATE, HIT_ERROR = (
-    "attainment",
-    "ttft_p50_s",
-    "ttft_p99_s",
-    "job_time_p50_s",
-    "hit_rate",
-    "predicted_hit_error",
-)
 FLAGS = ("span_s", "race_span_s", "step", "race_step", "low_per_s", "high_per_s", "start_per_s", "seeds", "keep")
 
 
@@ -80,23 +72,6 @@ class Cell:
         return f"{self.arm.name}/{self.span_s:g} s/{self.rate_per_s:.6g} per s/seed {self.seed}"
 
 
-@functools.lru_cache(maxsize=4)
-def sessions_of(folder: Path | None, seed: int) -> Workload:
-    """The workload with other starts of its sessions."""
-    load = workload(NAME, folder)
-    return load.with_trace(start_anew(load.trace, seed), None)
-
-
-def start_anew(trace: Trace, seed: int) -> Trace:
-    """Whole sessions in an order that is drawn, their starts a Poisson process of one a second."""
-    assert trace.session is not None
-    _, session = np.unique(trace.session, return_inverse=True)
-    count, rng = int(session.max()) + 1, np.random.default_rng(seed)
-    starts_s = np.cumsum(rng.exponential(1.0, count)) - 1.0
-    starts_s = rng.permutation(np.maximum(starts_s - starts_s[0], 0.0))
-    return trace.with_arrivals(starts_s[session] + (trace.arrival_s - trace.start_s()))
-
-
 def measure_cell(cell: Cell) -> Row:
     """Its figures. An arm that leaves requests for ever has an attainment of 0, and says why."""
     load = sessions_of(cell.folder, cell.seed)
@@ -107,24 +82,6 @@ def measure_cell(cell: Cell) -> Row:
     except SimError as error:
         return {ATTAINMENT: 0.0, "error": str(error)}
     return figures_of(run, trace)
-
-
-def figures_of(run: ExperimentResult, trace: Trace) -> Row:
-    """``hit_rate``: tokens of prompts that were in a prefix cache as the prefill began, over all tokens of prompts.
-
-    ``predicted_hit_error``: by how many of them the router was wrong when it chose the instance, over the same.
-    """
-    figures, found, expected = run.figures, run.result.hit_tokens, run.result.predicted_hit_tokens
-    prompt_tokens = int(trace.input_tokens.sum())
-    times_s = {TTFT_P50_S: figures.ttft_p50_s, TTFT_P99_S: figures.ttft_p99_s, JOB_P50_S: figures.job_p50_s}
-    return {
-        ATTAINMENT: figures.attainment,
-        **{name: value_s for name, value_s in times_s.items() if math.isfinite(value_s)},
-        HIT_RATE: int(found.sum()) / prompt_tokens,
-        HIT_ERROR: int(np.abs(found - expected).sum()) / prompt_tokens,
-        "requests": len(trace),
-        "sessions": len(trace.session_starts()),
-    }
 
 
 def worse_of(rows: Sequence[Row], figure: str) -> float | None:
@@ -307,7 +264,7 @@ def page(result: Result) -> str:
     return "\n\n".join([markdown(*table(result), right=True), first, conditions])
 
 
-PAGES = {NAME: page}
+PAGES = {NAME: page, agentic_live.NAME: agentic_live.page}
 
 
 def plot(result: Result, path: Path) -> None:
@@ -345,10 +302,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--start-per-s", type=float, default=1.0, help="where the race begins, requests/s")
     parser.add_argument("--seeds", type=int, default=2, help="of the starts of sessions; a rate is held with all")
     parser.add_argument("--keep", type=int, default=2, help="stock arms that are searched after the race")
+    parser.add_argument("--live", action="store_true", help="emulated engines instead of the simulator")
+    agentic_live.add_arguments(parser.add_argument_group("live"))
 
 
 def run(options: argparse.Namespace) -> int:
-    """Raises ConfigError, NoStepError."""
+    """Raises ConfigError, NoStepError; live ServerError too."""
+    if options.live:
+        return agentic_live.run(options)
     for flag, least in (("seeds", 1), ("keep", 1)):
         require(f"--{flag}", getattr(options, flag), least)
     for flag in ("span_s", "race_span_s", "low_per_s", "start_per_s"):

@@ -42,11 +42,11 @@ from bench.lab.highest_rate import (
     PAIRS,
     SETTINGS,
     STATELESS,
-    TARGET,
     Contest,
     Course,
     LiveArm,
     Options,
+    rate_key,
     ratio_of,
     table,
 )
@@ -175,8 +175,8 @@ def ratios_of(result: Result) -> Row:
     for prefix in ("", "sim_"):
         by_trace: dict[str, Row] = {}
         ratios |= dict.fromkeys(f"{prefix}{key}" for key in TURNING_RATIOS)
-        for name, held in result[f"{prefix}rate_at_90"].items():
-            missed = dict.fromkeys(held, 0.0) if prefix else result["missed_at_90"][name]
+        for name, held in result[rate_key(result, f"{prefix}rate")].items():
+            missed = dict.fromkeys(held, 0.0) if prefix else result[rate_key(result, "missed")][name]
             known = Known(held, missed, result["step"])
             if name == TURNING:
                 stock = [arm for arm in held if arm not in (FIXED_OURS, COMBINED)]
@@ -202,8 +202,8 @@ def rate_text(held: float | None, missed: float | None) -> str:
 
 def page(result: Result) -> str:
     parts = [report.markdown(*table(result), right=range(1, 8))]
-    for name, rates in result["rate_at_90"].items():
-        missed = result["missed_at_90"][name]
+    for name, rates in result[rate_key(result, "rate")].items():
+        missed = result[rate_key(result, "missed")][name]
         shown = ", ".join(f"`{arm}` {rate_text(rate, missed[arm])}" for arm, rate in rates.items())
         keys = TURNING_RATIOS if name == TURNING else RATIOS
         ratios = []
@@ -241,7 +241,7 @@ def run(options: Options) -> int:
     result["profiles"] = {contest.load.name: contest.options.profile for contest in contests}
     result["arms_open"] = sum(map(may_bear, courses))
     result["arms_left_out"] = [arm.name for arm in PAIR_ARMS if not has_router(arm)]
-    report.show(f"requests/s with {TARGET:.0%} in target", *table(result))
+    report.show(f"requests/s with {options.target:.0%} in target", *table(result))
     name = "arrow_turning" if options.turning else "arrow"
     highest_rate.plot(result, options.out / f"{name}.png")
     report.emit(result, name, options.out)

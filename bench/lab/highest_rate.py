@@ -24,10 +24,10 @@ from bench.lab.named_workloads import Workload
 from pla_sglang.sim.core.experiment import TEMPORAL, Experiment, run_experiment
 from pla_sglang.sim.core.fleet_arms import STOCK_ORDER, FleetArm
 from pla_sglang.sim.core.host import NO_HOST, HostKnobs
-from pla_sglang.sim.metrics.goodput import goodput
+from pla_sglang.sim.metrics.goodput import Goodput, goodput
 from pla_sglang.sim.workload import Trace
 
-TARGET = 0.9
+TARGET = 0.9  # share of the requests that are to be in target, by default
 SETTINGS = ("profile", "time_scale", "seed", "instances", "span_s", "requests", "step", "kv_gbps")
 START_S, DRAIN_S = 60.0, 30.0  # of real time: a cluster, and the last answers
 PREFILLED = "prefilled"  # value of --place-decode
@@ -143,7 +143,9 @@ class Contest:
 
         lowest, failed = (self.ladder.rung_of(rate) for rate in (self.load.low_per_s, self.load.high_per_s))
         start = (lowest + failed) // 2
-        return search_rungs({self.name: start}, measure, target=TARGET, lowest=lowest, failed=failed)[self.name]
+        return search_rungs({self.name: start}, measure, target=self.options.target, lowest=lowest, failed=failed)[
+            self.name
+        ]
 
     @contextlib.contextmanager
     def running(self) -> Iterator[LiveFleet]:
@@ -160,12 +162,34 @@ class Contest:
         trace, policy = self.trace_at(rung), self.arm.router_policy
         return fleet.measure_trace(self.name, policy, trace, flags, router=self.arm.router) | {"rung": rung}
 
+    def measure(self, rung: int, steps: Steps) -> Row | None:
+        """What is shown of a run at this rate, kept or made now; None where no time is left. Raises ServerError."""
+        options, row = self.options, steps.get(self.key_of(rung))
+        if row is not None and options.retry_invalid and not is_valid(row, options.max_overhead):
+            row = None
+        if row is None:
+            if not steps.has_time(START_S + self.device_s(rung) * options.time_scale + DRAIN_S):
+                return None
+            with self.running() as fleet:
+                row = self.measure_live(fleet, rung)
+            steps.add(self.key_of(rung), row)
+        return self.judge(row)
+
+    def device_s(self, rung: int) -> float:
+        """How long a run takes, about."""
+        return self.trace_at(rung).span_s
+
     def judge(self, row: Row) -> Row:
         """What is shown of a run, with the simulator on the same requests at the times at which they were sent."""
         points = fidelity.simulate_points(self.experiment(), row["points"], self.trace_at(row["rung"]))
         figures = {kind: goodput(fidelity.served_of(points, kind), self.load.slo) for kind in ("live", "sim")}
-        shown = {name: value for name, value in row.items() if name != "points"} | {"requests": len(points["row"])}
-        shown |= {"contest": self.name, "valid": is_valid(row, self.options.max_overhead)}
+        return self.show_run(row, figures)
+
+    def show_run(self, row: Row, figures: Mapping[str, Goodput]) -> Row:
+        """``figures``: by ``live`` and ``sim``."""
+        shown = {name: value for name, value in row.items() if name != "points"}
+        shown |= {"requests": len(row["points"]["row"]), "contest": self.name}
+        shown |= {"valid": is_valid(row, self.options.max_overhead)}
         for kind, of_kind in figures.items():
             shown[f"{kind}_attainment"] = of_kind.attainment
             shown |= {f"{kind}_ttft_p99_s": of_kind.ttft_p99_s, f"{kind}_tpot_p99_s": of_kind.tpot_p99_s}
@@ -192,20 +216,13 @@ class Course:
         contest, rung = self.contest, self.search.wanted
         if rung is None or self.spoiled:
             return
-        row = steps.get(contest.key_of(rung))
-        if row is not None and contest.options.retry_invalid and not is_valid(row, contest.options.max_overhead):
-            row = None
+        row = contest.measure(rung, steps)
         if row is None:
-            needed_s = START_S + contest.trace_at(rung).span_s * contest.options.time_scale + DRAIN_S
-            if not steps.has_time(needed_s):
-                return
-            with contest.running() as fleet:
-                row = contest.measure_live(fleet, rung)
-            steps.add(contest.key_of(rung), row)
-        self.rows.append(contest.judge(row))
+            return
+        self.rows.append(row)
         self.spoiled = not self.rows[-1]["valid"]
         if not self.spoiled:
-            self.search.note(self.rows[-1]["live_attainment"] >= TARGET)
+            self.search.note(self.rows[-1]["live_attainment"] >= contest.options.target)
 
     def rate_of(self, rung: int | None) -> float | None:
         return None if rung is None else self.contest.ladder.rate_per_s(rung)
@@ -247,7 +264,9 @@ def sum_up(courses: Sequence[Course]) -> Row:
     for course in courses:
         contest = course.contest
         simulated.setdefault(contest.load.name, {})[contest.arm.name] = course.rate_of(course.simulated)
-    found: Row = {"sim_rate_at_90": simulated, "rows": rows, "step": courses[0].contest.options.step, "target": TARGET}
+    options = courses[0].contest.options
+    found: Row = {"rows": rows, "step": options.step, "target": options.target}
+    found[rate_key(found, "sim_rate")] = simulated
     return found | {
         **rates_of(found),
         "arms": {course.contest.name: course.contest.arm.fleet.as_json() for course in courses},
@@ -257,19 +276,25 @@ def sum_up(courses: Sequence[Course]) -> Row:
     }
 
 
+def rate_key(result: Mapping[str, Any], what: str) -> str:
+    """``rate_at_90`` for ``rate`` where the target is 0.9."""
+    return f"{what}_at_{100 * result['target']:g}"
+
+
 def rates_of(result: Mapping[str, Any]) -> Row:
     """By workload and arm, from the valid rows.
 
-    ``rate_at_90``: the highest rate that was held; ``missed_at_90``: the lowest that was not; ``bracketed``: whether
-    the second is one step above the first.
+    ``rate_at_90`` (``rate_key``): the highest rate that was held; ``missed_at_90``: the lowest that was not;
+    ``bracketed``: whether the second is one step above the first.
     """
-    rates: Row = {"rate_at_90": {}, "missed_at_90": {}, "bracketed": {}}
-    for load, arms in result["sim_rate_at_90"].items():
+    held_key, missed_key = (rate_key(result, what) for what in ("rate", "missed"))
+    rates: Row = {held_key: {}, missed_key: {}, "bracketed": {}}
+    for load, arms in result[rate_key(result, "sim_rate")].items():
         for arm in arms:
             rows = [row for row in result["rows"] if row["contest"] == f"{load}/{arm}" and row["valid"]]
             held = max((row["rung"] for row in rows if row["live_attainment"] >= result["target"]), default=None)
             missed = min((row["rung"] for row in rows if row["live_attainment"] < result["target"]), default=None)
-            for key, rung in (("rate_at_90", held), ("missed_at_90", missed)):
+            for key, rung in ((held_key, held), (missed_key, missed)):
                 rates[key].setdefault(load, {})[arm] = None if rung is None else result["step"] ** rung
             closed = held is not None and missed is not None and missed <= held + 1
             rates["bracketed"].setdefault(load, {})[arm] = closed
@@ -311,20 +336,21 @@ def conditions(result: Result, profile: str) -> str:
 
 def plot(result: Mapping[str, Any], path: Path) -> None:
     """Bars by workload: all arms, live, and beside each what the simulator says."""
-    arms = list(dict.fromkeys(arm for of in result["rate_at_90"].values() for arm in of))
+    live, simulated = (rate_key(result, what) for what in ("rate", "sim_rate"))
+    arms = list(dict.fromkeys(arm for of in result[live].values() for arm in of))
     colours = {f"{arm}, simulated": "#cccccc" for arm in arms} | {"stock, live": STOCK_COLOUR}
     colours |= {f"{arm}, live": COLOURS[at % len(COLOURS)] for at, arm in enumerate(arms) if arm != "stock"}
     groups = {
         name: {
             f"{arm}, {kind}": result[key][name][arm] or 0.0
             for arm in of
-            for kind, key in (("live", "rate_at_90"), ("simulated", "sim_rate_at_90"))
+            for kind, key in (("live", live), ("simulated", simulated))
         }
-        for name, of in result["rate_at_90"].items()
+        for name, of in result[live].items()
     }
     with panels(path, 1, size=(7.0, 4.0)) as (panel,):
         draw_bars(panel, groups, colours=colours)
-        panel.set(ylabel=f"requests/s with {TARGET:.0%} in target")
+        panel.set(ylabel=f"requests/s with {result['target']:.0%} in target")
 
 
 def add_arguments(parser: argparse.ArgumentParser, *, requests: int | None, turns: int) -> None:
@@ -333,8 +359,10 @@ def add_arguments(parser: argparse.ArgumentParser, *, requests: int | None, turn
     parser.add_argument("--instances", type=int, default=4, help="engines")
     parser.add_argument("--requests", type=int, default=requests, help="of a run, instead of --span-s")
     parser.add_argument("--span-s", type=float, default=40.0, help="of arrivals, device time")
+    parser.add_argument("--race-span-s", type=float, help="the same while stock arms race; default: as a run")
     parser.add_argument("--kv-gbps", type=float, default=400.0, help="of the link into an instance")
     parser.add_argument("--step", type=float, default=1.06, help="from one rate to the next")
+    parser.add_argument("--target", type=float, default=TARGET, help="share of the requests that is to be in target")
     parser.add_argument("--turns", type=int, default=turns, help="rates an arm on a workload, at most")
     cli.add_max_overhead(parser, "a run")
     parser.add_argument("--retry-invalid", action="store_true", help="measure runs again that were not valid")

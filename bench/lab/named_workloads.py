@@ -188,13 +188,21 @@ def available(folder: Path | None, names: Sequence[str] = tuple(WORKLOADS)) -> l
 
 
 @functools.lru_cache(maxsize=16)
-def workload(name: str, folder: Path | None, requests: int | None = None, seed: int = 1) -> Workload:
-    """A workload by name. Raises ConfigError for an unknown one, or one whose file is not there."""
+def workload(
+    name: str,
+    folder: Path | None,
+    requests: int | None = None,
+    seed: int = 1,
+    agentic: AgenticKnobs | None = None,
+) -> Workload:
+    """A workload by name; ``agentic``: what of its sessions is taken, None: ``Workload.agentic``.
+
+    Raises ConfigError for an unknown one, or one whose file is not there."""
     if name not in WORKLOADS:
         raise ConfigError(f"workload {name!r} is not known; allowed: {', '.join(WORKLOADS)}")
     load = WORKLOADS[name]
     if (path := load.path_in(folder)) is not None:
-        return load.with_trace(load_trace(path, agentic=load.agentic), requests)
+        return load.with_trace(load_trace(path, agentic=agentic or load.agentic), requests)
     if load.file:
         raise ConfigError(f"workload {name} needs {load.file}; give a data folder that holds it")
     times = CHAT_TIMES if name == "chat" else 1

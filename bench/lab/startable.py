@@ -7,17 +7,19 @@ over the same requests, engines and targets, rate by rate.
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 
 from bench.harness import report
 from bench.harness.arms import ORDER, has_order
 from bench.lab.halving import race_arms
-from bench.lab.highest_rate import TARGET, Contest, LiveArm, Options
+from bench.lab.highest_rate import Contest, LiveArm, Options
 from bench.lab.named_workloads import Workload
 from pla_sglang.sim.core.experiment import run_experiment
 from pla_sglang.sim.core.fleet_arms import CHUNKS_TOKENS, ORDERS, FleetArm
 
 ROUTERS = ("least-tokens", "cache-aware")
+KEEP = 4  # arms that are left after a race over shorter runs
 
 
 def startable_arms() -> list[FleetArm]:
@@ -35,25 +37,41 @@ def startable_arms() -> list[FleetArm]:
     ]
 
 
-def choose_startable(load: Workload, options: Options, arms: Sequence[FleetArm] | None = None) -> FleetArm:
+def choose_startable(
+    load: Workload, options: Options, arms: Sequence[FleetArm] | None = None, *, contest: type[Contest] = Contest
+) -> FleetArm:
     """Of ``arms``, or of all that this SGLang can be started as, the one that bears the highest rate; of those that
     stop at one rate the one with the most requests in target.
+
+    ``contest``: of what kind their runs are. With ``--race-span-s`` all of them race over so many seconds of arrivals,
+    and the best ``KEEP`` over a whole run.
     """
     arms = startable_arms() if arms is None else arms
+    left = list(arms)
+    if options.race_span_s is not None:
+        short = argparse.Namespace(**vars(options) | {"span_s": options.race_span_s, "requests": None})
+        left = race(load, short, left, keep=KEEP, contest=contest)[:KEEP]
+    best = race(load, options, left, keep=1, contest=contest)[0]
+    report.say(f"{load.name}: of {len(arms)} stock arms that can be started the best one simulated is {best.name}")
+    return best
+
+
+def race(
+    load: Workload, options: Options, arms: Sequence[FleetArm], *, keep: int, contest: type[Contest]
+) -> list[FleetArm]:
+    """Best first, from the rate that the first one bears."""
 
     def contest_of(arm: FleetArm) -> Contest:
-        return Contest("startable", LiveArm(arm.name, arm), load, options)
+        return contest("startable", LiveArm(arm.name, arm), load, options)
 
     def measure(pairs: Sequence[tuple[FleetArm, int]]) -> dict[tuple[FleetArm, int], float]:
-        attainments = {}
-        for arm, rung in pairs:
-            contest = contest_of(arm)
-            attainments[arm, rung] = run_experiment(contest.experiment(), contest.trace_at(rung)).figures.attainment
-        return attainments
+        traces = {rung: contest_of(arm).trace_at(rung) for arm, rung in pairs}
+        return {
+            (arm, rung): run_experiment(contest_of(arm).experiment(), traces[rung]).figures.attainment
+            for arm, rung in pairs
+        }
 
     first = contest_of(arms[0])
     held = first.search_simulated()
     start = first.ladder.rung_of(load.low_per_s) if held is None else held
-    best = race_arms(arms, measure, start_rung=start, target=TARGET, keep=1)[0]
-    report.say(f"{load.name}: of {len(arms)} stock arms that can be started the best one simulated is {best.arm.name}")
-    return best.arm
+    return [place.arm for place in race_arms(arms, measure, start_rung=start, target=options.target, keep=keep)]
