@@ -142,10 +142,8 @@ class Contest:
             return {pair: run_experiment(experiment, self.trace_at(pair[1])).figures.attainment for pair in pairs}
 
         lowest, failed = (self.ladder.rung_of(rate) for rate in (self.load.low_per_s, self.load.high_per_s))
-        start = (lowest + failed) // 2
-        return search_rungs({self.name: start}, measure, target=self.options.target, lowest=lowest, failed=failed)[
-            self.name
-        ]
+        starts, target = {self.name: (lowest + failed) // 2}, self.options.target
+        return search_rungs(starts, measure, target=target, lowest=lowest, failed=failed)[self.name]
 
     @contextlib.contextmanager
     def running(self) -> Iterator[LiveFleet]:

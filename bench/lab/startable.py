@@ -19,7 +19,8 @@ from pla_sglang.sim.core.experiment import run_experiment
 from pla_sglang.sim.core.fleet_arms import CHUNKS_TOKENS, ORDERS, FleetArm
 
 ROUTERS = ("least-tokens", "cache-aware")
-KEEP = 4  # arms that are left after a race over shorter runs
+KEEP, RACE_STEP = 4, 1.25  # arms that are left after a race over shorter runs, and from one rate of it to the next
+PILOTS = [FleetArm(ROUTERS[0], mixed=True, chunk_tokens=chunk_tokens) for chunk_tokens in (256, 1024, 4096)]
 
 
 def startable_arms() -> list[FleetArm]:
@@ -49,7 +50,8 @@ def choose_startable(
     arms = startable_arms() if arms is None else arms
     left = list(arms)
     if options.race_span_s is not None:
-        short = argparse.Namespace(**vars(options) | {"span_s": options.race_span_s, "requests": None})
+        shorter = {"span_s": options.race_span_s, "requests": None, "step": max(options.step, RACE_STEP)}
+        short = argparse.Namespace(**vars(options) | shorter)
         left = race(load, short, left, keep=KEEP, contest=contest)[:KEEP]
     best = race(load, options, left, keep=1, contest=contest)[0]
     report.say(f"{load.name}: of {len(arms)} stock arms that can be started the best one simulated is {best.name}")
@@ -59,7 +61,7 @@ def choose_startable(
 def race(
     load: Workload, options: Options, arms: Sequence[FleetArm], *, keep: int, contest: type[Contest]
 ) -> list[FleetArm]:
-    """Best first, from the rate that the first one bears."""
+    """Best first, from the rate that the best of the ``PILOTS`` bears, or where there is none the first arm."""
 
     def contest_of(arm: FleetArm) -> Contest:
         return contest("startable", LiveArm(arm.name, arm), load, options)
@@ -71,7 +73,7 @@ def race(
             for arm, rung in pairs
         }
 
-    first = contest_of(arms[0])
-    held = first.search_simulated()
-    start = first.ladder.rung_of(load.low_per_s) if held is None else held
+    pilots = [contest_of(arm) for arm in arms if arm in PILOTS] or [contest_of(arms[0])]
+    held = [rung for pilot in pilots if (rung := pilot.search_simulated()) is not None]
+    start = max(held, default=pilots[0].ladder.rung_of(load.low_per_s))
     return [place.arm for place in race_arms(arms, measure, start_rung=start, target=options.target, keep=keep)]

@@ -13,7 +13,7 @@ import pytest
 from aiohttp import web
 
 from bench.harness.catalogue import BENCHES
-from bench.harness.replay import Planned, Record, Replay, count_wrong, figures, plan, served
+from bench.harness.replay import Planned, Record, Replay, count_wrong, figures, name_prefixes, plan, served
 from pla_sglang.sim import chain
 from pla_sglang.sim.metrics.goodput import Slo
 from pla_sglang.sim.workload import Trace
@@ -53,6 +53,60 @@ def test_sessions_continue_the_earlier_answer() -> None:
     planned = plan(trace(session=sessions, input_tokens=lengths), seed=0, sessions=True)
     assert [one.after for one in planned] == [None, None, 0, None]
     assert len(planned[2].own_ids) == 80 - 40 - 5
+
+
+BLOCK = 10
+
+
+def loops(**columns: Any) -> Trace:
+    """A session whose second prompt goes on with the first, whose third begins anew after a block, and another one."""
+    values: dict[str, Any] = {
+        "arrival_s": np.array([0.0, 0.05, 0.1, 0.2]),
+        "input_tokens": np.array([35, 58, 30, 24]),
+        "output_tokens": np.array([9, 5, 5, 5]),
+        "session": np.array([0, 0, 0, 1]),
+        "think_s": np.array([0.0, 0.1, 0.05, 0.0]),
+        "hash_ids": ((1, 2, 3), (1, 2, 3, 4, 5), (1, 6, 7), (8, 9)),
+        "block_tokens": BLOCK,
+    }
+    return trace(**(values | columns))
+
+
+def test_prompts_of_closed_loops_go_on_with_the_answers_before_them() -> None:
+    first, second, third, other = planned = plan(loops(), seed=3, time_scale=2.0)
+    assert [len(one.own_ids) for one in planned] == [35, 58, 30, 24]
+    answer = list(chain.expected(first.own_ids, 10).tokens)
+    assert len(answer) == 9
+    assert second.own_ids[:44] == [*first.own_ids, *answer]
+    assert third.own_ids[:BLOCK] == first.own_ids[:BLOCK]
+    assert third.own_ids[BLOCK : 2 * BLOCK] != first.own_ids[BLOCK : 2 * BLOCK]
+    assert other.own_ids[:BLOCK] != first.own_ids[:BLOCK]
+    assert [(one.after, one.think_s) for one in planned] == [(None, None), (0, 0.2), (1, 0.1), (None, None)]
+    assert all(len(chain.expected(one.own_ids, 99).tokens) == one.output_tokens for one in planned)
+    assert plan(loops(), seed=3, time_scale=2.0) == planned
+
+
+def test_an_answer_that_is_too_long_for_the_next_prompt_is_cut() -> None:
+    first, second, *_ = plan(loops(input_tokens=np.array([35, 40, 30, 24]), hash_ids=None), seed=3)
+    assert (len(first.own_ids), len(second.own_ids)) == (35, 40)
+    assert second.own_ids[:35] == first.own_ids
+    assert second.own_ids[35:38] == list(chain.expected(first.own_ids, 10).tokens[:3])
+    ids = ((1, 2, 3), (1, 2, 3, 4), (1,), (8,))
+    short = plan(loops(input_tokens=np.array([31, 41, 14, 14]), hash_ids=ids), seed=3)
+    assert short[1].own_ids[:31] == short[0].own_ids, "the wish for a length reaches into the last block"
+
+
+def test_ids_of_planned_prompts_say_what_caches_share() -> None:
+    planned = plan(loops(), seed=3)
+    named = name_prefixes(loops(), planned, 4)
+    assert named.hash_ids is not None
+    assert named.answer_ids is not None
+    assert [len(ids) for ids in named.hash_ids] == [tokens // 4 for tokens in (35, 58, 30, 24)]
+    whole = named.hash_ids[0] + named.answer_ids[0]
+    assert whole == named.hash_ids[1][: len(whole)]
+    assert len(whole) == (35 + 9 - 1) // 4, "the last token of an answer is never read"
+    assert named.hash_ids[2][:3] == (*named.hash_ids[0][:2], named.hash_ids[2][2]), "10 tokens are two whole blocks"
+    assert not set(named.hash_ids[3]) & {one for ids in named.hash_ids[:3] for one in ids}
 
 
 class FakeEngine:
@@ -133,6 +187,29 @@ def test_a_later_turn_waits_and_sends_the_answer_along() -> None:
     assert [len(prompt) for prompt in engine.prompts] == [40, 60, 80, 100]
     assert all(count_wrong(record) == 0 for record in records)
     assert second.due_s >= (first.done_s or math.inf)
+
+
+def test_the_next_request_of_a_loop_leaves_its_think_time_after_the_answer() -> None:
+    engine = FakeEngine()
+    records = run(engine, plan(loops(), seed=3))
+    first, second, third, _ = records
+    for earlier, later, think_s in ((first, second, 0.1), (second, third, 0.05)):
+        assert earlier.done_s is not None
+        assert later.sent_s is not None
+        assert later.due_s == earlier.done_s + think_s
+        assert later.sent_s >= later.due_s
+    assert all(count_wrong(record) == 0 for record in records)
+    assert sorted(map(len, engine.prompts)) == [24, 30, 35, 58]
+
+
+def test_a_loop_ends_with_an_answer_that_fails() -> None:
+    records = run(FakeEngine(refuse=0), plan(loops(), seed=3))
+    assert [(record.error or "").partition(":")[0] for record in records] == [
+        "status 503",
+        "the turn before failed",
+        "the turn before failed",
+        "",
+    ]
 
 
 def test_a_late_client_makes_a_run_invalid() -> None:

@@ -58,13 +58,14 @@ class LiveStandIns:
     Attributes:
         gap_share: of the time with work in which the hosts are in the way.
         wrong, late_s: tokens that each answer lacks; device time by which it is later than ``answer_times`` says.
-        flips: which routers say that they have made.
+        flips, prefixes: what routers say in /pla/state.
         clusters, engines: flags, and names of the engines, of each start.
         routed: each router, and the names and kinds of the engines behind it.
     """
 
     def __init__(self, answer_times: AnswerTimes, *, time_scale: float, profile: str = DEFAULT_PROFILE) -> None:
         self.gap_share, self.wrong, self.late_s, self.flips = 0.02, 0, 0.0, 3
+        self.prefixes: dict[str, dict[str, int]] = {}
         self.clusters: list[list[str]] = []
         self.engines: list[list[str]] = []
         self.routed: list[tuple[servers.Router, dict[str, str]]] = []
@@ -107,7 +108,7 @@ class LiveStandIns:
 
     def fetch(self, url: str) -> dict[str, Any]:
         if url.endswith("/pla/state"):
-            return {"flips": self.flips}
+            return {"flips": self.flips, "prefixes": self.prefixes}
         [device] = [device for base, device in self._devices.items() if url.startswith(f"{base}/")]
         return {"internal_states": [{"pla_emulation": device.state()}], "version": "0.5.17"}
 

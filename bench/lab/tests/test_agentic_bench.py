@@ -21,9 +21,8 @@ FEW = (FleetArm("cache-aware", mixed=True, chunk_tokens=2048), FleetArm("round-r
 SMALL = ["--span-s", "60", "--race-span-s", "30", "--step", "1.5", "--race-step", "2", "--keep", "1"]
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """Six sessions of six requests; each prompt goes on with the one before it."""
+def write_sessions(data: Path) -> Path:
+    """A data folder with six sessions of six requests; each prompt goes on with the one before it."""
     rows = []
     for session in range(6):
         requests = [
@@ -39,11 +38,15 @@ def folder(tmp_path: Path) -> Path:
             for turn in range(6)
         ]
         rows.append({"id": str(session), "block_size": 64, "hash_id_scope": "local", "requests": requests})
-    data = tmp_path / "data"
     data.mkdir()
     text = "\n".join(map(json.dumps, rows))
     (data / WORKLOADS[agentic.NAME].file).write_bytes(gzip.compress(text.encode()))
     return data
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_sessions(tmp_path / "data")
 
 
 @pytest.fixture(autouse=True)

@@ -112,6 +112,28 @@ def test_both_arms_take_turns_and_each_gets_a_rate(
     assert (tmp_path / "best_stock_live.png").stat().st_size > 5000
 
 
+def test_a_claim_takes_a_run_of_each_arm_at_another_target(
+    servers: Servers, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Contest, "search_simulated", lambda contest: 2)
+    flags = ["--target", "0.99", "--claim", "2", "--turns", "1", "--step", "1.5"]
+
+    def bears(trace_rate: float) -> dict[str, Any]:
+        servers.bears_per_s = trace_rate
+        return run_bench(tmp_path / f"{trace_rate}", capsys, *flags)
+
+    assert {row["contest"]: row["rung"] for row in bears(1e9)["rows"]} == {"hol/stock": 3, "hol/ours": 5}
+    neither = bears(0.1)
+    assert (neither["rate_at_99"]["hol"]["ours"], neither["vs_best_stock_at_least"]) == (None, {"hol": None})
+    late = neither["rows"][0] | {"contest": "hol/stock", "live_attainment": 0.985}
+    held = neither["rows"][1] | {"contest": "hol/ours", "live_attainment": 0.995}
+    shown = neither | {"rows": [late, held]} | bench.highest_rate.rates_of(neither | {"rows": [late, held]})
+    ratios = bench.ratios_of(shown)
+    assert ratios["vs_best_stock_at_least"]["hol"] == pytest.approx(1.5**2)
+    assert ratios["vs_best_stock"] == {"hol": None}, "nobody knows what stock holds"
+    assert "at least 2.25 x" in bench.page(shown | ratios)
+
+
 def test_rows_have_what_a_run_on_engines_has(servers: Servers, tmp_path: Path, capsys: Any) -> None:
     """The kept result of ``fidelity`` is of real engines, and its live columns are made by the same code."""
     real = json.loads((ROOT / "bench/results/emulated/fidelity.json").read_text(encoding="utf-8"))["by_case"]
@@ -159,6 +181,22 @@ def test_stock_is_the_arm_that_bears_most_of_those_that_can_be_started(capsys: p
     assert f"of 3 stock arms that can be started the best one simulated is {chosen.name}" in capsys.readouterr().err
 
 
+def test_a_race_over_shorter_runs_leaves_a_few_for_whole_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    spans_s: list[float] = []
+
+    def race(load: Any, options: Any, arms: Any, *, keep: int, contest: Any) -> list[FleetArm]:
+        spans_s.append(options.span_s)
+        assert len(arms) == (2 if len(spans_s) > 1 else 3)
+        return list(arms)[::-1]
+
+    monkeypatch.setattr(startable, "race", race)
+    monkeypatch.setattr(startable, "KEEP", 2)
+    arms = [FleetArm("least-tokens", chunk_tokens=chunk_tokens) for chunk_tokens in (512, 1024, 2048)]
+    options = BENCHES["best_stock_live"].parse("--span-s", "60", "--race-span-s", "20")
+    assert startable.choose_startable(bench.load_workload("hol", options), options, arms) == arms[1]
+    assert spans_s == [20.0, 60.0]
+
+
 @pytest.mark.parametrize("orders", [("fcfs",), ("fcfs", "shortest-prefill-first", "hrrn")])
 def test_all_arms_that_can_be_started_race(
     orders: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -181,7 +219,7 @@ def test_stock_races_with_pauses_for_decodes_too_and_its_better_arm_counts(
     assert "--prefill-decode-interval" not in first
     assert "with `--prefill-decode-interval 2" in bench.page(result)
     held = {"stock": 2.0, "ours": 3.0, "stock-interval": 4.0}
-    figures = {"rate_at_90": {"hol": held}, "sim_rate_at_90": {"hol": held}}
+    figures = {"target": 0.9, **{f"{what}_at_90": {"hol": held} for what in ("rate", "missed", "sim_rate")}}
     closed = dict.fromkeys(held, True)
     assert bench.ratios_of(figures | {"bracketed": {"hol": closed}})["vs_best_stock"] == {"hol": 0.75}
     missing = closed | {"stock-interval": False}
