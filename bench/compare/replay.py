@@ -1,10 +1,10 @@
-"""A trace, sent open-loop to a running server or router, every token checked.
+"""A trace, sent to a running server or router, every token checked.
 
     python -m bench replay --url URL --trace FILE
 
-Prompts are made for the chain model, which answers with the trace's own output lengths and lets every token be checked.
-With an emulated device of time scale S give ``--time-scale S``: arrivals are stretched, and results are in device time.
-The last line of stdout is one JSON object.
+In open loop; a trace with think times as closed loops. Prompts are made for the chain model, which answers with the
+trace's own output lengths and lets every token be checked. With an emulated device of time scale S give
+``--time-scale S``: arrivals are stretched, and results are in device time. The last line of stdout is one JSON object.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ _ALL = (
     Bench("gpu.gpu", "7 min", "a GPU"),
     Bench("harness.publish", "seconds", "results"),
     # the lab: papers, fleets and the search for baselines; with tests, pages and results of its own
-    Bench("lab.agentic", "2 h", "traces", results="simulated"),
+    Bench("lab.agentic", "2 h", "traces; live engines", results="simulated"),
     Bench("lab.arrow", "35 min", "engines, traces", results="emulated"),
     Bench("lab.baselines", "35 min", "engines, traces", results="emulated"),
     Bench("lab.best_stock", "30 min", "traces", results="simulated"),
