@@ -245,7 +245,10 @@ def read_options(options: Options) -> Options:
 def run(options: Options) -> int:
     """Raises ConfigError, ServerError, NoStepError. The exit status is 1 where a run cannot be trusted."""
     live = read_options(options)
-    about, steps = report.environment(), Steps(live.out / f"{NAME}.steps.jsonl", live.budget_s)
+    about, kept = report.environment(), live.out / f"{NAME}.steps.jsonl"
+    if live.fresh:
+        kept.unlink(missing_ok=True)
+    steps = Steps(kept, live.budget_s)
     load, rows = load_sessions(live), list[Row]()
     contests: list[SessionContest] = []
     with measuring():
