@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.harness.bench import Bench
 from bench.harness.publish import all_pages, page_of, publish, replace
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -79,3 +80,15 @@ def test_publishing_again_changes_nothing(tmp_path: Path) -> None:
     assert page.read_text(encoding="utf-8") == once
     kept = {path.name: path.read_text(encoding="utf-8") for path in tmp_path.glob("bench/results/*/*.png")}
     assert kept == {name: name for name in ("sched_pass.png", "sched_pass-queue.png")}
+
+
+@pytest.mark.parametrize(("settings", "folder"), [({}, "simulated"), ({"time_scale": 2.0}, "emulated")])
+def test_a_bench_of_the_simulator_keeps_what_engines_say_apart(
+    settings: dict[str, float], folder: str, tmp_path: Path
+) -> None:
+    page, source = tmp_path / "docs" / "page.md", tmp_path / "x.json"
+    page.parent.mkdir()
+    page.write_text("<!-- results:x --><!-- /results:x -->", encoding="utf-8")
+    source.write_text(json.dumps(settings), encoding="utf-8")
+    publish("x", source, tmp_path, {"x": (Bench("check.x", "1 s", "nothing", results="simulated"), str)})
+    assert [path.parent.name for path in tmp_path.glob("bench/results/*/x.json")] == [folder]
