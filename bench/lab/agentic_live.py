@@ -208,7 +208,7 @@ def plot(result: Result, path: Path) -> None:
 
 def add_arguments(parser: argparse._ActionsContainer) -> None:
     """Of the group of flags in ``bench agentic``, which has ``--data`` and ``--out``."""
-    parser.add_argument("--rates", default="0.7", help="requests/s, device time, with commas between")
+    parser.add_argument("--rates", default="1.4", help="requests/s, device time, with commas between")
     parser.add_argument("--live-span-s", type=float, default=120.0, help="of arrivals, device time")
     parser.add_argument("--instances", type=int, default=4, help="engines")
     parser.add_argument("--window-tokens", type=int, default=120_000, help="longer prompts are left out")
