@@ -20,6 +20,8 @@ from typing import Any, ClassVar, Protocol
 from pla_sglang.common.errors import ConfigError
 
 SLO_RANGE_MS = (1.0, 3_600_000.0)  # of a target that a request brings
+AGE_HEADER = "x-pla-age-ms"  # how long a request has been at the router, for its instances
+AGE_RANGE_MS = (0.0, SLO_RANGE_MS[1])
 PORT = r"(?:6553[0-5]|655[0-2]\d|65[0-4]\d\d|6[0-4]\d{3}|[1-5]\d{4}|[1-9]\d{0,3})"  # regular expression of 1 to 65535
 
 

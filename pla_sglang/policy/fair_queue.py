@@ -3,20 +3,37 @@
 Fair means equal service in tokens while tenants compete, by virtual token counters (Sheng et al., "Fairness in Serving
 Large Language Models", OSDI 2024, Algorithm 2): the tenant with the least service goes next, each dispatch adds its
 tokens, and a tenant that comes back from idleness starts at the level of those that stayed, so that nobody saves up.
-Requests of one tenant keep their order. All operations are O(tenants) or better.
+Requests of one tenant go by their deadlines, which with equal targets is in order of arrival: the time left of each
+falls alike, so the order holds while they wait. Whose turn it is costs O(tenants).
 """
 
 from __future__ import annotations
 
-from collections import deque
+import enum
+import operator
+from bisect import insort
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Generic, Protocol, TypeVar
 
 TENANTS_KEPT = 10_000  # counters of idle tenants beyond this are forgotten, the least served first
 
 
+class QueueReason(enum.Enum):
+    """Why a request is dispatched before those that wait on."""
+
+    SLACK = "slack"  # its first token is due first
+    FAIR = "fair"  # another tenant, which has had more service, has one that is due sooner
+    PRIORITY = "priority"  # one of a lower priority is due sooner
+
+
 class QueueItem(Protocol):
-    """A request that can wait in the queue. ``cost_tokens``: what its dispatch adds to its tenant's service."""
+    """A request that can wait in the queue.
+
+    Attributes:
+        cost_tokens: what its dispatch adds to its tenant's service.
+        due_s: when its first token is due; infinite without a target.
+    """
 
     @property
     def rid(self) -> str: ...
@@ -30,15 +47,24 @@ class QueueItem(Protocol):
     @property
     def cost_tokens(self) -> int: ...
 
+    @property
+    def due_s(self) -> float: ...
+
 
 Item = TypeVar("Item", bound=QueueItem)
+_DUE_S = operator.attrgetter("due_s")
 
 
 class FairQueue(Generic[Item]):
-    """Waiting requests of all tenants."""
+    """Waiting requests of all tenants.
+
+    Attributes:
+        turns: those of them that were dispatched, by reason.
+    """
 
     def __init__(self) -> None:
-        self._queues: dict[int, dict[str, deque[Item]]] = {}  # priority -> tenant -> in order of arrival
+        self.turns: Counter[QueueReason] = Counter()
+        self._queues: dict[int, dict[str, list[Item]]] = {}  # priority -> tenant -> in order of ``due_s``
         self._held: dict[str, Item] = {}
         self._served: dict[str, float] = {}  # virtual counters
         self._waiting: dict[str, int] = {}  # requests by tenant, over all priorities
@@ -61,7 +87,7 @@ class FairQueue(Generic[Item]):
             self._lift(held.tenant)
         self._held[held.rid] = held
         self._waiting[held.tenant] = self._waiting.get(held.tenant, 0) + 1
-        self._queues.setdefault(held.priority, {}).setdefault(held.tenant, deque()).append(held)
+        insort(self._queues.setdefault(held.priority, {}).setdefault(held.tenant, []), held, key=_DUE_S)
 
     def head(self) -> Item | None:
         """Who is next: the highest priority, then the tenant with the least service, the first of equals."""
@@ -70,9 +96,18 @@ class FairQueue(Generic[Item]):
         tenants = self._queues[max(self._queues)]
         return tenants[min(tenants, key=lambda tenant: self._served.get(tenant, 0.0))][0]
 
+    def explain(self, held: Item) -> QueueReason:
+        """Why ``held``, which is the head, goes before those that wait."""
+        for priority, tenants in sorted(self._queues.items(), reverse=True):
+            if min(queue[0].due_s for queue in tenants.values()) < held.due_s:
+                return QueueReason.FAIR if priority == held.priority else QueueReason.PRIORITY
+        return QueueReason.SLACK
+
     def take(self, held: Item) -> None:
         """It has been dispatched: its tenant has had that much service."""
-        self.remove(held.rid)
+        if held.rid in self._held:
+            self.turns[self.explain(held)] += 1
+            self.remove(held.rid)
         self.charge(held.tenant, held.cost_tokens)
 
     def charge(self, tenant: str, tokens: float) -> None:

@@ -90,7 +90,7 @@ def test_output_is_counted_as_the_host_counts_it() -> None:
 @pytest.mark.parametrize(("low_first", "ranks"), [(False, [1, 0, 2, 1]), (True, [1, 2, 0, 1])])
 def test_priority_ranks(low_first: bool, ranks: list[int]) -> None:
     views = [snapshot.make_view(request(priority=value), 0.0, None, DeviceClock()) for value in (5, 9, -1, 5)]
-    snapshot.set_priority_ranks(views, low_first=low_first)
+    snapshot.set_priority_ranks(views, [view.handle for view in views], low_first=low_first)
     assert [view.priority_rank for view in views] == ranks
 
 

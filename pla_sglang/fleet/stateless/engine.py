@@ -370,6 +370,7 @@ class StatelessEngine:
                 },
                 "kv_tokens": self.receiver.count_held_tokens(),
                 "received": self.receiver.received,
+                "reserved": dict(ends.receiving.reservations.reasons),
                 "failed": self.receiver.failed,
             },
             "quarantine": {

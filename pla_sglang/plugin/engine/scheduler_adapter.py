@@ -99,12 +99,15 @@ class PrefillAdapter:
 
     def wants_tick(self) -> bool:
         scheduler = self.scheduler
-        bootstrap = getattr(scheduler, "disagg_prefill_bootstrap_queue", None)
+        transfers = (
+            getattr(scheduler, "disagg_prefill_bootstrap_queue", None),
+            getattr(scheduler, "disagg_decode_prealloc_queue", None),
+        )
         return bool(
             scheduler.waiting_queue
             or scheduler.chunked_req is not None
             or scheduler.grammar_manager.grammar_queue
-            or (bootstrap is not None and bootstrap.queue)
+            or any(queue is not None and queue.queue for queue in transfers)
         )
 
     # -- a request enters the queue ------------------------------------------------------------------------------

@@ -6,21 +6,25 @@ What versions of SGLang name otherwise stands in ``engine/host/``.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS, CacheAwarePolicy
 
-from pla_sglang.common.checks import SLO_RANGE_MS, describe_bad_slo
+from pla_sglang.common.checks import AGE_RANGE_MS, SLO_RANGE_MS, describe_bad_slo
 from pla_sglang.common.errors import ConfigError
+from pla_sglang.plugin.config import PlaConfig
 from pla_sglang.plugin.engine.host import memory
 from pla_sglang.plugin.engine.host.requests import extend_end
 from pla_sglang.policy.common.device_clock import DeviceClock
 from pla_sglang.policy.interface.prefill import PassView, WaitingView
 from pla_sglang.policy.pla.graphs.layouts import Layout
+from pla_sglang.policy.slo.reservation import reservation_view
 
 ARRIVAL_ATTRIBUTE = "pla_arrival_s"
 SLO_KEY = "slo_ttft_ms"
 TPOT_KEY = "slo_tpot_ms"
+AGE_KEY = "pla_age_ms"
 
 
 def check_slo_ms(value: Any, where: str) -> float:
@@ -52,6 +56,38 @@ def tpot_target_s(req: Any, default_ms: float | None) -> float | None:
     return slo_s(req, default_ms, TPOT_KEY)
 
 
+def check_age_ms(value: Any, where: str) -> float:
+    """How long a request was at its router, in milliseconds. Raises ConfigError naming value and range."""
+    low, high = AGE_RANGE_MS
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = float("nan")
+    if isinstance(value, bool) or not low <= number <= high:
+        raise ConfigError(f"{where} must be a number of milliseconds from {low:.0f} to {high:.0f}, got {value!r:.60}")
+    return number
+
+
+def read_age_s(req: Any) -> float:
+    """How long a request was at its router before it came here; 0 where nobody says so."""
+    params = req.sampling_params.custom_params
+    value = params.get(AGE_KEY) if isinstance(params, dict) else None
+    try:
+        return 0.0 if value is None else check_age_ms(value, AGE_KEY) / 1e3
+    except ConfigError:
+        return 0.0  # as ``slo_s``
+
+
+def find_deadline_s(req: Any, arrival_s: float, default_slo_ms: float | None, clock: DeviceClock) -> float | None:
+    """When its first token is due, of a request that came at ``arrival_s`` of the device; None without a target.
+
+    The target counts from its first arrival at its router. The time of its arrival here stays as it is: by an age that
+    is too high a client gets no more than by a target that is too low.
+    """
+    target_s = slo_s(req, default_slo_ms)
+    return None if target_s is None else arrival_s + clock.device_s(target_s - read_age_s(req))
+
+
 def output_tokens(req: Any) -> int:
     """What the host's admission counts for the rest of the decode."""
     return min(max(req.sampling_params.max_new_tokens - len(req.output_ids), 0), CLIP_MAX_NEW_TOKENS)
@@ -67,21 +103,40 @@ def graph_layout(scheduler: Any) -> Layout | None:
 def make_view(req: Any, now_s: float, default_slo_ms: float | None, clock: DeviceClock) -> WaitingView:
     """A view of a request that enters the queue at ``now_s`` of the device (or comes back retracted: its arrival is
     then kept). The request is stamped with wall time."""
-    stamp_s: float | None = getattr(req, ARRIVAL_ATTRIBUTE, None)
-    if stamp_s is None:
-        stamp_s = clock.wall_s(now_s)
-        setattr(req, ARRIVAL_ATTRIBUTE, stamp_s)
-    arrival_s, target_s = clock.device_s(stamp_s), slo_s(req, default_slo_ms)
+    arrival_s = _stamp_arrival_s(req, now_s, clock)
     return WaitingView(
         rid=req.rid,
         new_tokens=len(req.origin_input_ids) + len(req.output_ids),
         history_tokens=0,
         arrival_s=arrival_s,
-        deadline_s=None if target_s is None else arrival_s + clock.device_s(target_s),
+        deadline_s=find_deadline_s(req, arrival_s, default_slo_ms, clock),
         resumed=len(req.output_ids) > 0,  # retracted, or begun at another instance
         output_tokens=output_tokens(req),
         handle=req,
     )
+
+
+def make_reservation_view(req: Any, now_s: float, config: PlaConfig, clock: DeviceClock, *, begun: bool) -> WaitingView:
+    """A view of a request that comes at ``now_s`` of the device and waits for room for its KV, which is elsewhere.
+
+    ``begun``: its client has tokens of it.
+    """
+    arrival_s = _stamp_arrival_s(req, now_s, clock)
+    deadline_s = find_deadline_s(req, arrival_s, config.slo_ttft_ms, clock)
+    if begun:
+        tpot_s = tpot_target_s(req, config.slo_tpot_ms)
+        deadline_s = None if tpot_s is None else arrival_s + clock.device_s(tpot_s)
+    tokens = len(req.origin_input_ids) + len(req.output_ids)
+    return reservation_view(req.rid, tokens, arrival_s, deadline_s=deadline_s, begun=begun)
+
+
+def _stamp_arrival_s(req: Any, now_s: float, clock: DeviceClock) -> float:
+    """Device time when ``req`` came here, which is now unless it was stamped before."""
+    stamp_s: float | None = getattr(req, ARRIVAL_ATTRIBUTE, None)
+    if stamp_s is None:
+        stamp_s = clock.wall_s(now_s)
+        setattr(req, ARRIVAL_ATTRIBUTE, stamp_s)
+    return clock.device_s(stamp_s)
 
 
 def update_chunk_view(req: Any, view: WaitingView) -> None:
@@ -147,10 +202,10 @@ def free_slots(scheduler: Any, running_batch: Any, chunk: Any) -> int:
     return max(1, slots) if scheduler.enable_priority_preemption else slots
 
 
-def set_priority_ranks(views: list[WaitingView], *, low_first: bool) -> None:
-    """Rank 0 is the best priority among ``views``."""
+def set_priority_ranks(views: Sequence[WaitingView], reqs: Iterable[Any], *, low_first: bool) -> None:
+    """Rank 0 is the best priority among ``views``, which are of ``reqs``."""
     sign = 1 if low_first else -1
-    priorities = [view.handle.priority * sign for view in views]  # type: ignore[attr-defined]
+    priorities = [req.priority * sign for req in reqs]
     rank = {value: index for index, value in enumerate(sorted(set(priorities)))}
     for view, priority in zip(views, priorities, strict=True):
         view.priority_rank = rank[priority]
@@ -165,7 +220,8 @@ def pass_view(
         update_chunk_view(chunk, chunk_view)
     if scheduler.enable_priority_scheduling:
         everyone = views if chunk_view is None else [*views, chunk_view]
-        set_priority_ranks(everyone, low_first=scheduler.schedule_low_priority_values_first)
+        reqs: list[Any] = [view.handle for view in everyone]
+        set_priority_ranks(everyone, reqs, low_first=scheduler.schedule_low_priority_values_first)
     budget = scheduler.max_prefill_tokens
     if scheduler.chunked_prefill_size is not None:
         budget = min(budget, scheduler.chunked_prefill_size)

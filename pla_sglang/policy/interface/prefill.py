@@ -78,6 +78,17 @@ class Reason(enum.Enum):
     EMPTY = "empty"  # nothing waits
 
 
+class ReservationReason(enum.Enum):
+    """Why a request gets KV cache in its turn, of those whose KV comes from elsewhere."""
+
+    SLACK = "slack"  # it has the least slack
+    UNTARGETED = "untargeted"  # it has no target, and has waited for as long as that allows
+    FITS = "fits"  # one with less slack has no room, and time left to wait for it
+    PRIORITY = "priority"  # its priority is above that of one with less slack
+    OVERDUE = "overdue"  # it is infeasible and was deferred for its bound
+    INFEASIBLE = "infeasible"  # it cannot meet its target, and nobody waits that can
+
+
 @dataclasses.dataclass(slots=True, eq=False)
 class WaitingView:
     """One request waiting for its prefill; compares by identity. Times are on the clock that all ranks share.

@@ -44,6 +44,16 @@ class Deadlines:
         self._model = model
         self.stamp += 1
 
+    @property
+    def decides(self) -> bool:
+        """Deadlines decide; else they are only known."""
+        return self._knobs.infeasible_age_s is not None
+
+    @property
+    def deferral_s(self) -> float:
+        """As ``SloKnobs.deferral_s``."""
+        return self._knobs.deferral_s(self._long_prompts)
+
     def service_s(self, view: WaitingView) -> float:
         """Device time of its prefill, alone."""
         return self._alone_s(view, self._model)

@@ -28,6 +28,7 @@ from pla_sglang.policy.slo.deadlines import DeadlineQueues, Deadlines, TargetLon
 from pla_sglang.policy.slo.knobs import EnginePolicyKnobs
 from pla_sglang.policy.slo.overdue import OverdueShare, share_of, take_overdue
 from pla_sglang.policy.slo.plan import Plan
+from pla_sglang.policy.slo.reservation import ReservationOrder
 from pla_sglang.policy.slo.reserve import leave_reserve
 
 
@@ -61,6 +62,7 @@ class SloPolicy(TemporalPolicy):
         super().__init__(knobs, model)
         self.deadlines = Deadlines(knobs.long_prompts, knobs.slo, model)
         self.overdue = OverdueShare()
+        self.reservations = ReservationOrder(self.deadlines)
         self.long_prompts = TargetLongPrompts(knobs.long_prompts, knobs.slo, model)
         self._queues = DeadlineQueues(self.boundary, self.deadlines)
 

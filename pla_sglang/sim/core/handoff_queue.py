@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections.abc import Callable
 
 from pla_sglang.policy.interface.fleet import InstanceView
+from pla_sglang.policy.interface.prefill import ReservationReason, WaitingView
+from pla_sglang.policy.slo.reservation import ReservationOrder, Turn, reservation_view
 from pla_sglang.sim.core.decoding import Decoding
 from pla_sglang.sim.core.engine_knobs import EngineKnobs
 from pla_sglang.sim.core.pool import KvPool
@@ -13,17 +15,27 @@ from pla_sglang.sim.core.request import SimRequest, SimStage
 
 
 class HandoffQueue:
-    """First come first served.
+    """First come first served, or as ``order`` says.
 
     ``InstanceView.waiting_decodes`` counts who waits for room, who is on the way, and who is announced: it is to come
     once its prefill is done, and asks for nothing before. ``prefilling_decode_tokens`` is of those whose prefill is not
     done: announced, or with room that was made before it (``HostKnobs.room_first``).
+
+    Args:
+        on_turn: called with the reason of each turn that ``order`` has given.
     """
 
     def __init__(
-        self, view: InstanceView, pool: KvPool, decoding: Decoding, queue: PrefillQueue, knobs: EngineKnobs
+        self,
+        view: InstanceView,
+        pool: KvPool,
+        decoding: Decoding,
+        queue: PrefillQueue,
+        knobs: EngineKnobs,
+        order: ReservationOrder | None = None,
+        on_turn: Callable[[ReservationReason], None] = lambda reason: None,
     ) -> None:
-        self.waiting: deque[SimRequest] = deque()  # for room
+        self.waiting: dict[SimRequest, WaitingView] = {}  # for room, in order of arrival
         self._announced: dict[SimRequest, int] = {}  # and the tokens that they count as
         self._view = view
         self._pool = pool
@@ -31,6 +43,8 @@ class HandoffQueue:
         self._queue = queue
         self._slots = knobs.slots
         self._limit_clip_tokens = knobs.limit_clip_tokens
+        self._order = order
+        self._on_turn = on_turn
 
     @property
     def on_the_way(self) -> int:
@@ -58,10 +72,10 @@ class HandoffQueue:
         if tokens is not None:
             self._count_tokens(tokens, -1, prefilling=True)
 
-    def expect(self, request: SimRequest) -> None:
+    def expect(self, request: SimRequest, now_s: float) -> None:
         """``request`` is to come; it waits for room."""
         self.withdraw(request)
-        self.waiting.append(request)
+        self.waiting[request] = _make_view(request, now_s)
         self._count(request, 1)
 
     def give_up(self, request: SimRequest, *, reserved: bool) -> None:
@@ -69,7 +83,7 @@ class HandoffQueue:
         if reserved:
             self._pool.give(request.arriving_tokens)
         else:
-            self.waiting.remove(request)
+            del self.waiting[request]
         self._count(request, -1)
 
     def note_prefilled(self, request: SimRequest) -> None:
@@ -87,12 +101,35 @@ class HandoffQueue:
         return free >= tokens
 
     def next_with_room(self, now_s: float) -> SimRequest | None:
-        """The first in the queue, if there is room for it: the room is taken."""
-        if not self.waiting or not self._fits(self.waiting[0], now_s):
+        """Whose turn it is, if there is room for it: the room is taken."""
+        if not self.waiting:
             return None
-        request = self.waiting.popleft()
+        turns = None if self._order is None else self._order.sort([*self.waiting.values()], now_s)
+        if turns is None:
+            request = next(iter(self.waiting))
+            if not self._fits(request, now_s):
+                return None
+        else:
+            turn = self._find_turn(turns, now_s)
+            if turn is None:
+                return None
+            request = _request_of(turn)
+        del self.waiting[request]
         self._pool.take(request.arriving_tokens)
         return request
+
+    def _find_turn(self, turns: list[Turn], now_s: float) -> Turn | None:
+        """The first in order if there is room for it, else the first of those that may pass it."""
+        assert self._order is not None
+        turn = turns[0]
+        if not self._fits(_request_of(turn), now_s):
+            passing = self._order.list_passing(turns, now_s)
+            if not passing or not self._fits(_request_of(passing[0]), now_s):
+                return None
+            turn = passing[0]
+        self._order.note(turn.reason)
+        self._on_turn(turn.reason)
+        return turn
 
     def _fits(self, request: SimRequest, now_s: float) -> bool:
         """Room for its KV, and for what it and the others are expected to add; an empty engine takes anybody."""
@@ -114,3 +151,20 @@ class HandoffQueue:
         self._view.waiting_decode_tokens += sign * tokens
         if prefilling:
             self._view.prefilling_decode_tokens += sign * tokens
+
+
+def _make_view(request: SimRequest, now_s: float) -> WaitingView:
+    """As a live engine makes it (``plugin/engine/snapshot.py``)."""
+    begun = request.done_tokens > 0
+    deadline_s = request.waiting.deadline_s
+    if begun:
+        tpot_slo_s = request.slo_s[1]
+        deadline_s = None if tpot_slo_s is None else now_s + tpot_slo_s
+    return reservation_view(
+        request.rid, request.arriving_tokens, now_s, deadline_s=deadline_s, begun=begun, handle=request
+    )
+
+
+def _request_of(turn: Turn) -> SimRequest:
+    assert isinstance(turn.view.handle, SimRequest)
+    return turn.view.handle

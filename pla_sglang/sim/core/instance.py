@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from pla_sglang.load.prefix_index import PrefixIndex
+from pla_sglang.policy.engine_policies import find_reservations
 from pla_sglang.policy.interface.decisions import MeasuredPass, PrefillSample
 from pla_sglang.policy.interface.fleet import InstanceView
 from pla_sglang.policy.interface.prefill import Action, EnginePolicy, PassView
@@ -76,7 +77,15 @@ class SimInstance:
         self.costs = costs
         self.queue = PrefillQueue(view, pool, knobs)
         self.decoding = Decoding(pool, costs, knobs)
-        self.incoming = HandoffQueue(view, pool, self.decoding, self.queue, knobs)
+        self.incoming = HandoffQueue(
+            view,
+            pool,
+            self.decoding,
+            self.queue,
+            knobs,
+            find_reservations(policy),
+            lambda reason: host.on_pass_reason(f"room.{reason.value}"),
+        )
         self.report = InstanceReport(view, self.queue, self.decoding, pool)
         self.alive = True
         self.measured: PassMeasurement | None = None  # None: nobody asks what its passes take
@@ -111,7 +120,7 @@ class SimInstance:
 
     def reserve(self, request: SimRequest) -> None:
         """``request`` is to decode here; ``host.on_reserved`` follows as soon as there is room for its KV."""
-        self.incoming.expect(request)
+        self.incoming.expect(request, self._kernel.now_s)
         if self.queue.under_way is None:  # boundaries look as well
             self._admit_incoming()
 

@@ -55,7 +55,7 @@ class OverlappedInstance(SimInstance):
             self._kernel.at(at_s, Priority.ARRIVAL, lambda _: self._wake())
 
     def reserve(self, request: SimRequest) -> None:
-        self.incoming.expect(request)
+        self.incoming.expect(request, self._kernel.now_s)
         self._wake()
 
     def receive(self, request: SimRequest) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 from collections.abc import Mapping
 
 from pla_sglang.policy.interface.fleet import RequestView
@@ -145,6 +146,11 @@ class SimRequest:
     def cost_tokens(self) -> int:
         """What its dispatch adds to its tenant's service."""
         return self.input_tokens
+
+    @property
+    def due_s(self) -> float:
+        """When its first token is due; infinite without a target."""
+        return math.inf if self.waiting.deadline_s is None else self.waiting.deadline_s
 
     @property
     def limit_left(self) -> int:

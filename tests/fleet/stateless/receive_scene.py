@@ -41,6 +41,7 @@ class FakeReceiveQueue:
         self.queue: list[Any] = []
         self.pending_reqs: list[Any] = []
         self.agree = lambda flags: flags
+        self.reservations = SimpleNamespace(sort_ready=list)
         self.kv_manager = SimpleNamespace(
             transfer_statuses={1: "x"},
             failure_records={1: "x"},

@@ -10,6 +10,7 @@ from support.request_fields import RequestFields
 
 from pla_sglang.fleet.stateless.transfer.legs import Caps, Uncounted
 from pla_sglang.fleet.stateless.transfer.peers import Peer, PeerBook, PeerConfig, PeerState
+from pla_sglang.fleet.stateless.transfer.reservations import Reservations
 from pla_sglang.plugin.engine.faults import Faults
 from pla_sglang.plugin.engine.host.requests import set_extend
 
@@ -51,6 +52,7 @@ def queue_with(*, free_tokens: int = 1000, running: int = 0, held: int = 0, held
     queue.num_reserved_decode_tokens, queue.retracted_queue, queue._prefill_dp_rank_queries = 10, [], {}
     queue._held, queue.caps = Uncounted(held_tokens, held), Caps(400, 8)
     queue._fresh_tokens, queue._fresh_requests, queue._broken, queue.agree = 0, 0, (), lambda flags: flags
+    queue.reservations = Reservations(queue.scheduler)
     queue.book, queue.connector = PeerBook("127.0.0.1", 9000), FakeConnector()
     queue.book.tell(PeerConfig(None, (PEER,)))
     queue.kv_manager = SimpleNamespace(failures={})

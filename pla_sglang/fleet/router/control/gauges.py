@@ -159,6 +159,7 @@ def state_of(dispatcher: RequestDispatcher, now_s: float) -> dict[str, Any]:
         "moves": _moves(dispatcher),
         "open_requests": dispatcher.ledger.live,
         "queued_requests": len(dispatcher.queue),
+        "queue_turns": {reason.value: count for reason, count in dispatcher.queue.turns.items()},
         "ttft_correction": dispatcher.admission.correction.quantile(0.5),
         "prompts": {
             "tokenized": dispatcher.prompts.tokenized,

@@ -11,6 +11,7 @@ from pla_sglang.fleet.router.relay.aborts import LINGER_S
 from pla_sglang.fleet.router.relay.context import RelayContext
 from pla_sglang.fleet.router.relay.movability import Tags
 from pla_sglang.fleet.router.relay.request_translation import (
+    age_line,
     body_of_attempt,
     head_for_worker,
     members_of_attempt,
@@ -102,6 +103,7 @@ class Attempt:
             members = b",".join(filter(None, (members, tagged)))
         front, rest = with_members(raw, members) if members else (b"", memoryview(raw))
         ids = b"x-request-id: %s\r\ntraceparent: %s\r\n" % (ask.rid.encode("latin-1"), ask.trace.encode("latin-1"))
+        ids += age_line(self._context.now_s() - ask.arrived_s)
         keyless: bool | None = None  # of ``lines``; both instances get the same but for a key
         lines, length, key = b"", len(front) + len(rest), self._context.config.api_key
         for leg in self.legs:

@@ -9,7 +9,7 @@ import random
 import re
 from collections.abc import Callable
 
-from pla_sglang.common.checks import SLO_RANGE_MS, describe_bad_slo
+from pla_sglang.common.checks import AGE_HEADER, AGE_RANGE_MS, SLO_RANGE_MS, describe_bad_slo
 from pla_sglang.fleet.reserved import ROUTER_KEY_HEADER
 from pla_sglang.fleet.router.http.head import HOP_HEADERS, BadMessage, RequestHead
 from pla_sglang.fleet.router.http.json_body import Body, with_rid
@@ -19,6 +19,7 @@ from pla_sglang.fleet.router.wire.rids import RID_PREFIX, rid_at_instance
 
 # Headers that instances act on and only the router may set: SGLang's own, and ours.
 RESERVED_HEADERS = (b"x-data-parallel-rank", b"x-override-", b"x-pla-")
+_AGE_HEADER = AGE_HEADER.encode("ascii")
 MAX_LABEL_CHARS = 64
 MOST_ANSWER_TOKENS = 1_000_000
 # Not passed on: they are about one connection, or written anew.
@@ -237,6 +238,15 @@ def head_for_worker(worker: WorkerEntry, head: RequestHead, length: int, lines: 
     key = b"authorization: Bearer %s\r\n" % worker.api_key.encode() if worker.api_key else b""
     host = host_header(worker.host, worker.port)
     return b"%s %s HTTP/1.1\r\nhost: %s\r\n%s%s%s\r\n" % (method.encode(), head.target, host, sized, lines, key)
+
+
+def age_line(age_s: float) -> bytes:
+    """The header that says how long a request has been at this router, former attempts included.
+
+    A span, not a time: the clocks of two hosts differ. The instance takes it off the target that the request has.
+    """
+    low_ms, high_ms = AGE_RANGE_MS
+    return b"%s: %d\r\n" % (_AGE_HEADER, min(max(1e3 * age_s, low_ms), high_ms))
 
 
 @functools.lru_cache(maxsize=4)

@@ -27,6 +27,7 @@ from pla_sglang.fleet.stateless.transfer.fingerprints import (
 )
 from pla_sglang.fleet.stateless.transfer.legs import FAULT_ATTRIBUTE, SOURCE_ATTRIBUTE, Caps, Uncounted
 from pla_sglang.fleet.stateless.transfer.peers import FAILED, PeerBook, PeerState
+from pla_sglang.fleet.stateless.transfer.reservations import Reservations
 from pla_sglang.fleet.stateless.transfer.rooms import UsedRooms
 from pla_sglang.plugin.engine.faults import Faults
 from pla_sglang.plugin.engine.host.requests import extend_end, pool_row
@@ -91,6 +92,7 @@ class ReceiveQueue(DecodePreallocQueue):
         self._fresh_tokens = self._fresh_requests = 0
         self._broken: tuple[Any, ...] = ()
         super().__init__(**host_arguments)
+        self.reservations = Reservations(self.scheduler)
         self.connector = PeerConnector(self.kv_manager, receiver_class, book)
 
     def reserve(self, held: Uncounted) -> tuple[list[Any], list[Any]]:
@@ -104,10 +106,11 @@ class ReceiveQueue(DecodePreallocQueue):
         self._fresh_tokens = self._fresh_requests = 0
         for entry in self.queue:
             entry.pla_since_s = getattr(entry, "pla_since_s", None) or time.monotonic()
+        self.queue = self.reservations.begin(self.queue)
         entries = list(self.queue)
         popped = self._try_to_pop(*args, **kwargs)
         if self.agree([popped is not None])[0]:
-            return popped
+            return self._let_pass(popped, *args, **kwargs)
         started, failed = self._settle(entries)
         waiting: list[Any] = []
         for entry in list(self.queue):  # those that nothing was done for: each by itself, so that one ends by itself
@@ -121,6 +124,19 @@ class ReceiveQueue(DecodePreallocQueue):
             waiting += self.queue
         self.queue = waiting
         return started, failed
+
+    def _let_pass(self, popped: tuple[list[Any], list[Any]], *args: Any, **kwargs: Any) -> Any:
+        """The host stops at the first that has no room: others may go before it now. Returns what was done in all."""
+        self.reservations.note_started(popped[0])
+        order = self.reservations.let_pass(self.queue)
+        if order is None:
+            return popped
+        self.queue = order
+        more = self._try_to_pop(*args, **kwargs)
+        if not self.agree([more is not None])[0]:
+            more = self._settle(order)
+        self.reservations.note_started(more[0])
+        return popped[0] + more[0], popped[1] + more[1]
 
     def _try_to_pop(self, *args: Any, **kwargs: Any) -> Any:
         """None: the host has raised, on this rank.

@@ -159,7 +159,7 @@ class Receiver:
 
     def take_ready(self, places: int, may_join: Callable[[Any], bool]) -> list[Any]:
         """At most ``places`` requests that ``may_join`` the running batch now: the caller's from here on."""
-        joining, self.ready = split_joining(self.ready, places, may_join)
+        joining, self.ready = split_joining(self._queue.reservations.sort_ready(self.ready), places, may_join)
         return joining
 
     # -- giving up ---------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from pla_sglang.common.checks import AGE_HEADER
 from pla_sglang.common.errors import ConfigError, HostMismatchError, PlaError
 from pla_sglang.plugin import config as pla_config
 from pla_sglang.plugin.engine import compat, launch_profile, request_checks
@@ -99,7 +100,7 @@ def around_set_server_stop_hook(original: Any, manager: Any, hook: Callable[[], 
 
 
 def before_generate_request(manager: Any, obj: Any, request: Any = None, *args: Any, **kwargs: Any) -> None:
-    """Carry targets given as headers into the request, and refuse one that is no sane number.
+    """Carry targets and age given as headers into the request, and refuse one that is no sane number.
 
     Raises:
         ConfigError: a ValueError, which SGLang's handlers answer with status 400.
@@ -109,6 +110,7 @@ def before_generate_request(manager: Any, obj: Any, request: Any = None, *args: 
 
         _carry_target(obj, request, SLO_HEADER, SLO_KEY)
         _carry_target(obj, request, TPOT_HEADER, TPOT_KEY)
+        _carry_age(obj, request)
     except ConfigError:
         # SGLang aborts what a refused stream may have started, and for that it has to know whether it was a batch.
         obj.normalize_batch_and_arguments()
@@ -121,9 +123,7 @@ def _carry_target(obj: Any, request: Any, name: str, key: str) -> None:
     header = None if request is None else request.headers.get(name)
     target_ms = None if header is None else check_slo_ms(header, f"header {name}")
     params = getattr(obj, "sampling_params", None)
-    for sampling in params if isinstance(params, list) else [params]:
-        if not isinstance(sampling, dict):
-            continue
+    for sampling in _list_params(obj):
         custom = sampling.get("custom_params")
         if isinstance(custom, dict) and custom.get(key) is not None:
             check_slo_ms(custom[key], f"custom_params.{key}")
@@ -131,6 +131,28 @@ def _carry_target(obj: Any, request: Any, name: str, key: str) -> None:
             sampling["custom_params"] = {**(custom if isinstance(custom, dict) else {}), key: target_ms}
     if target_ms is not None and params is None:
         obj.sampling_params = {"custom_params": {key: target_ms}}
+
+
+def _carry_age(obj: Any, request: Any) -> None:
+    """The router's word counts, whatever the body says."""
+    from pla_sglang.plugin.engine.snapshot import AGE_KEY, check_age_ms
+
+    header = None if request is None else request.headers.get(AGE_HEADER)
+    if header is None:
+        return
+    age_ms = check_age_ms(header, f"header {AGE_HEADER}")
+    if getattr(obj, "sampling_params", None) is None:
+        obj.sampling_params = {}
+    for sampling in _list_params(obj):
+        custom = sampling.get("custom_params")
+        if custom is None or isinstance(custom, dict):  # anything else is refused as it is
+            sampling["custom_params"] = {**(custom or {}), AGE_KEY: age_ms}
+
+
+def _list_params(obj: Any) -> list[dict[str, Any]]:
+    """The sampling parameters of each prompt, where there are any."""
+    params = getattr(obj, "sampling_params", None)
+    return [one for one in (params if isinstance(params, list) else [params]) if isinstance(one, dict)]
 
 
 def before_run_http_server(server_args: Any, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], Any] | None:

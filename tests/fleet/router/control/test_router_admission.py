@@ -102,10 +102,11 @@ class Held:
     tenant: str
     priority: int
     cost_tokens: int
+    due_s: float = 0.0
 
 
-def held(rid: str, tenant: str, cost: int = 1, priority: int = 0) -> Held:
-    return Held(rid, tenant, priority, cost)
+def held(rid: str, tenant: str, cost: int = 1, priority: int = 0, due_s: float = 0.0) -> Held:
+    return Held(rid, tenant, priority, cost, due_s)
 
 
 def drained(queue: FairQueue) -> list[str]:

@@ -291,6 +291,11 @@ class RequestRecord(msgspec.Struct, gc=False, eq=False):
         """What its dispatch adds to its tenant's service."""
         return self.prompt.tokens
 
+    @property
+    def due_s(self) -> float:
+        """When its first token is due: the target counts from its arrival, whatever attempt this is."""
+        return self.ask.arrived_s + self.ttft_slo_s
+
     def is_single(self) -> bool:
         """One prompt, one answer: an instance that has answered with an error holds nothing of it."""
         return self.ask.prompts == 1 and self.ask.samples == 1
