@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from pla_sglang.common.errors import ConfigError
+from pla_sglang.plugin.config import PlaConfig
 from pla_sglang.plugin.engine import snapshot
 from pla_sglang.plugin.engine.pass_timer import PassTime
 from pla_sglang.plugin.engine.step_measurement import StepMeasurement
@@ -64,6 +65,34 @@ def test_view_of_a_new_request() -> None:
     assert (view.new_tokens, view.history_tokens, view.output_tokens) == (10, 0, 16)
     assert (view.arrival_s, view.deadline_s, view.resumed) == (5.0, pytest.approx(5.1), False)
     assert view.handle is req
+
+
+@pytest.mark.parametrize(
+    ("age", "age_s"),
+    [
+        (None, 0.0),
+        (30, 0.03),
+        (0, 0.0),
+        ("30", 0.03),
+        (500, 0.5),  # it is late already
+        *[(bad, 0.0) for bad in (-1, math.nan, math.inf, 10**400, 3_600_001, True, [], "old")],
+    ],
+)
+def test_the_target_counts_from_the_arrival_at_the_router(age: Any, age_s: float) -> None:
+    """The age moves the deadline alone, so a client that makes one up gets no more than by a smaller target."""
+    req = request(sampling={"custom_params": {"pla_age_ms": age}})
+    view = snapshot.make_view(req, 5.0, 100.0, DeviceClock())
+    assert (view.arrival_s, view.deadline_s) == (5.0, pytest.approx(5.1 - age_s))
+    assert snapshot.make_view(req, 5.0, None, DeviceClock()).deadline_s is None
+
+
+def test_view_of_a_request_whose_kv_is_elsewhere() -> None:
+    config = PlaConfig(prefill_disagg="temporal", slo_ttft_ms=100.0, slo_tpot_ms=20.0)
+    req = request(sampling={"custom_params": {"pla_age_ms": 40}}, output_ids=[1, 2])
+    new = snapshot.make_reservation_view(req, 5.0, config, DeviceClock(), begun=False)
+    assert (new.new_tokens + new.history_tokens, new.deadline_s) == (12, pytest.approx(5.06))
+    begun = snapshot.make_reservation_view(req, 9.0, config, DeviceClock(2.0), begun=True)
+    assert (begun.arrival_s, begun.deadline_s, begun.resumed) == (2.5, pytest.approx(2.51), True)
 
 
 def test_on_a_slowed_device_view_and_target_are_in_its_seconds() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pla_sglang.common.errors import ConfigError
 from pla_sglang.policy.admission import Admission, AdmissionKnobs, AdmissionReason
-from pla_sglang.policy.fair_queue import TENANTS_KEPT, FairQueue
+from pla_sglang.policy.fair_queue import TENANTS_KEPT, FairQueue, QueueReason
 
 
 def test_without_limits_nobody_is_refused() -> None:
@@ -124,6 +124,32 @@ def test_order_within_a_tenant_and_turns_between_tenants() -> None:
     for number in range(2):
         queue.push(held(f"b{number}", "b", cost=100))
     assert drained(queue) == ["a0", "b0", "a1", "b1", "a2", "a3"]
+
+
+def test_within_a_tenant_who_is_due_first_and_else_a_reason() -> None:
+    queue = FairQueue()
+    queue.push(held("late", "a", due_s=3))
+    queue.push(held("soon", "a", cost=5, due_s=1))
+    queue.push(held("same", "a", due_s=1))
+    queue.push(held("other", "b", due_s=2))
+    queue.push(held("last", "b", due_s=9, priority=1))
+    assert drained(queue) == ["last", "soon", "other", "same", "late"]
+    assert queue.turns == {QueueReason.PRIORITY: 1, QueueReason.SLACK: 3, QueueReason.FAIR: 1}
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 400), st.integers(0, 2), st.integers(0, 9))))
+def test_nobody_passes_less_slack_without_a_reason(requests: list[tuple[str, int, int, int]]) -> None:
+    queue = FairQueue()
+    for number, (tenant, cost, priority, due_s) in enumerate(requests):
+        queue.push(held(f"r{number}", tenant, cost, priority, due_s))
+    while (head := queue.head()) is not None:
+        passed = [one for one in queue if one.due_s < head.due_s]
+        reason = queue.explain(head)
+        assert (reason is QueueReason.SLACK) == (not passed)
+        assert (reason is QueueReason.PRIORITY) == (
+            bool(passed) and all(one.priority < head.priority for one in passed)
+        )
+        queue.take(head)
 
 
 def test_who_sends_long_prompts_gets_fewer_turns() -> None:
