@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.hop_commands import Instance, hold, hops, pull, redo
+from support.hop_commands import Instance, hold, hops, pull, redo, stateless
 from support.lora import TARGETS, make_adapter
 from support.serving import Client, Prompt, outputs, until
 from support.stateless_pair import Pair
@@ -120,4 +120,48 @@ def test_requests_that_are_retracted_come_back(pair: Pair, prompts: list[Prompt]
         assert (outputs(whole), outputs(legs)) == (alone * 3, alone * 10)
         retracted = sum(request.result()["meta_info"]["num_retractions"] for request in (*whole, *legs))
         assert retracted > 0, "the pool was never full"
+    pair.assert_at_rest()
+
+
+def test_kv_cache_is_reserved_by_slack_on_all_ranks_alike(pair: Pair, prompts: list[Prompt]) -> None:
+    """Half of the pool is for received requests. One that holds most of it keeps two large ones waiting; a small one
+    passes them, and then the one goes first whose router has had it for most of its time."""
+    source, target = pair.second.client, pair.first.client
+    parts = {"far": (600_000, 0), "near": (900_000, 700_000), "small": (1_000_000, 0)}  # target and age in ms
+    large, small = [5] * 400, prompts[1][:20]
+    alone = {400: source.ask(large, NEW_TOKENS)["output_ids"], 20: source.ask(small, NEW_TOKENS)["output_ids"]}
+    target.configure(deadlines="decide")
+    before = stateless(target)["receiving"]["reserved"]
+    legs = {rid: pair.leg_fields(pair.second) for rid in parts}
+
+    def wait_for(connecting: int, transferring: int) -> None:
+        wanted = {"connecting": connecting, "transferring": transferring, "ready": 0}
+        until(lambda: stateless(target)["receiving"]["legs"] == wanted, what=f"decode parts {wanted}")
+
+    def send(rid: str, prompt: Prompt) -> Any:
+        slo_ms, age_ms = parts[rid]
+        params = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
+        params["custom_params"] = {"slo_ttft_ms": slo_ms, "pla_age_ms": age_ms}
+        return target.submit(prompt, NEW_TOKENS, rid=rid, sampling_params=params, **legs[rid])
+
+    first = target.submit([7] * 560, NEW_TOKENS, rid="holder", **pair.leg_fields(pair.second))
+    wait_for(0, 1)
+    far = send("far", large)
+    wait_for(1, 1)
+    near = send("near", large)
+    wait_for(2, 1)
+    passing = send("small", small)
+    source.ask(small, 1, **legs["small"])
+    assert passing.result()["output_ids"] == alone[20]
+    wait_for(2, 1)
+    target.abort("holder")
+    assert first.result()["meta_info"]["finish_reason"]["type"] == "abort"
+    source.ask(large, 1, **legs["near"])
+    assert near.result()["output_ids"] == alone[400]
+    assert not far.done()
+    source.ask(large, 1, **legs["far"])
+    assert far.result()["output_ids"] == alone[400]
+    reserved = stateless(target)["receiving"]["reserved"]
+    assert {why: count - before.get(why, 0) for why, count in reserved.items()} == {"fits": 1, "slack": 2}
+    target.configure(deadlines="advise")
     pair.assert_at_rest()
