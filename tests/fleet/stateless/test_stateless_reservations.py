@@ -153,7 +153,24 @@ def test_a_part_without_a_connection_keeps_nobody_waiting(make_rank: Any) -> Non
     rank.add("unconnected", 500, 1000, waits=False)
     rank.add("large", 400, 4000)
     rank.add("small", 60, 8000)
-    assert (rank.reserve(), rank.left()) == (["small"], ["large", "unconnected"])
+    assert (rank.reserve(), rank.left()) == (["small"], ["unconnected", "large"])
+
+
+def test_a_part_that_is_connected_while_others_pass(make_rank: Any) -> None:
+    """The host polls in each call, so in the second one it may take a part that it could not take in the first."""
+    rank = make_rank(100)
+    rank.add("unconnected", 20, 1000, waits=False)
+    rank.add("large", 400, 4000)
+    rank.add("small", 60, 8000)
+    late, pop = rank.queue.queue[0], rank.pop
+
+    def connect_and_pop(queue: Any) -> Any:
+        late.waiting_for_input = rank.calls == 1
+        return pop(queue)
+
+    rank.pop = connect_and_pop
+    assert (rank.reserve(), rank.left()) == (["small", "unconnected"], ["large"])
+    assert rank.queue.reservations.reasons == {"fits": 1, "slack": 1}
 
 
 def test_priorities_first(make_rank: Any) -> None:

@@ -73,7 +73,7 @@ class Reservations:
         if not passing:
             return None
         ahead = {id(turn.view) for turn in passing}
-        self._turns = [*passing, *(turn for turn in turns if id(turn.view) not in ahead)]
+        self._turns = [*passing, *(turn for turn in self._turns if id(turn.view) not in ahead)]
         return _in_order(left, (_view_of(entry.req) for entry in left), self._turns)
 
     def note_started(self, started: Iterable[Any]) -> None:
