@@ -84,7 +84,8 @@ class PlaConfig:
         "advise",
         "--pla-deadlines {advise,decide}",
         "'decide': an infeasible request, which cannot meet its TTFT target any more, is deferred behind those that "
-        "can, at most until its age bound. 'advise': targets only end waits for fuller batches.",
+        "can, at most until its age bound; so is its decode part where that waits for KV cache. 'advise': targets only "
+        "end waits for fuller batches.",
         allowed=Choice(DEADLINES),
     )
     wait_min_ms: float = knob(

@@ -106,8 +106,8 @@ CLI = (
         group=Group.FRONTEND,
         key="tokenizer_manager.generate_request",
         hook=Hook.BEFORE,
-        why="TTFT target from a header or custom_params; a bad one is refused as SGLang refuses bad parameters.",
-        verify="e2e: SLO header tests",
+        why="Targets and the age at the router from headers; a bad one is refused as SGLang refuses bad parameters.",
+        verify="tests/plugin/test_request_headers.py; e2e: SLO header tests",
         exit="When SGLang carries a TTFT target per request.",
     ),
     _subscribe(

@@ -32,8 +32,11 @@ QUEUES = (
         id="queue.pop",
         key="prealloc_queue.pop_preallocated",
         handler=_OURS + "ReceiveQueue.pop_preallocated",
-        why="Count what one call reserves, and since when each leg waits; with whom it raises, that leg alone ends.",
-        verify="tests/fleet/stateless/test_stateless_queues.py",
+        why=(
+            "Reserve by slack, and let others pass who has no room; count what one call reserves, and since when each "
+            "leg waits; with whom it raises, that leg alone ends."
+        ),
+        verify="tests/fleet/stateless/test_stateless_queues.py, tests/fleet/stateless/test_stateless_reservations.py",
     ),
     _override(
         id="queue.handshake",
