@@ -8,8 +8,8 @@ elsewhere is not known here: the prompt may be in a prefix cache there. So only 
 2. Then who is overdue, in every ``OVERDUE_TURN``th turn (OVERDUE).
 3. Then the least slack (SLACK). A request without a target is due its bound after its arrival (UNTARGETED).
 4. Then infeasible ones, in order of arrival (INFEASIBLE). They are overdue after the bound of ``slo/deadlines.py``.
-5. Who has no room is passed by those that need less KV cache, while half of its slack at its arrival is left (FITS).
-   From then on what becomes free is kept for it.
+5. Who has no room is passed by those that need less KV cache (FITS), until ``PASSED_SHARE`` of its slack at its arrival
+   is over. From then on what becomes free is kept for it.
 
 Where nobody has a target, and while deadlines do not decide, it is first come, first served.
 """
