@@ -12,6 +12,7 @@ import importlib
 import inspect
 import logging
 import pkgutil
+import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -199,6 +200,23 @@ def test_untouched_targets_stay_the_hosts() -> None:
         return [seam.target for seam in off if len(verify.effect_reasons([seam])) < len(seam.subscribers)]
 
     assert in_fork(ours) == []
+
+
+def test_methods_that_we_wrap_have_no_other_names() -> None:
+    """A forked engine does not search for any: ``fleet/cluster/forking.py``. Nothing is wrapped in this process."""
+    methods = set()
+    for seam in table():
+        owner, _, name = seam.target.rpartition(".")
+        if isinstance(found_owner := pkgutil.resolve_name(owner), type):
+            methods.add(id(getattr(found_owner, name)))
+    assert len(methods) > 20
+    other_names = [
+        f"{module.__name__}.{name}"
+        for module in list(sys.modules.values())
+        for name, value in list(vars(module).items())
+        if id(value) in methods
+    ]
+    assert other_names == []
 
 
 # -- what does not fit -------------------------------------------------------------------------------------------------

@@ -20,7 +20,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from pla_sglang.fleet.cluster import supervisor
 from pla_sglang.fleet.cluster.children import Children
 from pla_sglang.fleet.cluster.forking import fork_workers
 from pla_sglang.fleet.cluster.zygote import MESSAGE_BYTES, Zygote, run_engine, run_module
@@ -41,6 +40,8 @@ def main(arguments: Sequence[str]) -> int:
     if module == OURS:
         return run_engine(rest)
     if module == CLUSTER:
+        from pla_sglang.fleet.cluster import supervisor  # engines do without what it imports
+
         supervisor.Children = ForkedChildren().start
         asyncio.set_event_loop_policy(None)  # a launcher that has not imported SGLang has the default one
     else:
