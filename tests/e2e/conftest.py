@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,8 @@ from pla_sglang.testing.server import Server, running
 
 NEW_TOKENS = 24
 STOP_S = 0.5  # SGLang waits for what still runs; a test that wants to see that waits itself
+# A scheduler that has nothing to do polls without a pause, on a core that tests beside this one need.
+RESTS = ("--sleep-on-idle",)
 PROMPT_LENGTHS = (1, 5, 16, 17, 63, 200, 450, 700)
 
 _live: list[Server] = []
@@ -91,8 +93,15 @@ def serving() -> Callable[..., AbstractContextManager[tuple[Server, ...]]]:
 
 @pytest.fixture(scope="session")
 def forked(fork_parent: ForkParent) -> Callable[..., Server]:
-    """``forked(model, args, ...)``: as ``Server``, without the import of SGLang. Tests of a start use ``fresh``."""
-    return functools.partial(ForkedServer, fork_parent, stop_timeout_s=STOP_S)
+    """``forked(model, args, ...)``: as ``Server``, without the import of SGLang, and it rests while it is idle.
+
+    Tests of a start use ``fresh``.
+    """
+
+    def make(model: Path | None, args: Sequence[str] = (), **options: Any) -> Server:
+        return ForkedServer(fork_parent, model, (*args, *RESTS), stop_timeout_s=STOP_S, **options)
+
+    return make
 
 
 @pytest.fixture(scope="session")

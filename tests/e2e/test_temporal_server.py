@@ -348,7 +348,7 @@ def test_the_step_model_is_fitted(client: Client) -> None:
 
 
 # What tells two servers with the same flags apart, whoever starts them; states of schedulers are compared part by part.
-OWN = ("port", "launch_command", "random_seed", "startup_time", "internal_states", "pla")
+OWN = ("port", "launch_command", "random_seed", "sleep_on_idle", "startup_time", "internal_states", "pla")
 
 
 def test_a_forked_server_is_as_a_fresh_one(
