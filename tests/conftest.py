@@ -25,17 +25,17 @@ settings.load_profile("ci" if os.environ.get("CI") else "dev")
 # Folders whose tests drive real processes or sockets beside those marked e2e.
 LIVE_FOLDERS = {"bench", "fleet/cluster", "fleet/router", "load"}
 
-# Real servers need the machine alone where something is measured, or has to happen while something else is under way.
-# These of tests/e2e only wait for starts, and compare answers.
-BESIDE = {
-    "test_command_line",
-    "test_cpu_platform",
-    "test_docs_servers",
-    "test_embedding_router",
-    "test_router_paths",
-    "test_secrets",
+# They measure time, or something has to happen while something else is under way: a kill, a role switch, a client that
+# goes. All others only wait for what they need, and compare answers; two of their files may run at once.
+ALONE = {
+    "test_chaos",
+    "test_emulation",
+    "test_fitted_profile",
+    "test_flips_bench",
+    "test_router_control",
+    "test_router_relays",
+    "test_streams_survive",
 }
-ALONE = {"test_chaos", "test_flips_bench", "test_runs"}  # of other folders
 
 SLOWEST_FILES = 30  # how many a run lists
 
@@ -54,8 +54,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def is_left_out(path: Path, config: pytest.Config) -> bool:
     """True for a file of tests that the part of ``--part`` does not have."""
     part = config.getoption("--part")
-    is_alone = path.stem in ALONE or (path.parent.name == "e2e" and path.stem not in BESIDE)
-    return part is not None and is_alone != (part == "alone")
+    return part is not None and (path.stem in ALONE) != (part == "alone")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

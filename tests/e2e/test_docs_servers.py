@@ -26,7 +26,9 @@ STARTED = [command for command in commands_of(LAUNCH_SERVER) if not set(CHECKED_
 BODY = {"text": "What is a list?", "sampling_params": {"max_new_tokens": 4, "ignore_eos": True}}
 
 
-def server_of(command: Command, fresh: Callable[..., Server]) -> Server:
+def server_of(command: Command, forked: Callable[..., Server], fresh: Callable[..., Server]) -> Server:
+    """Temporal scheduling has a true start, of the same launcher, in ``test_temporal_server.py``: what a page has
+    besides are flags, which a fork reads too."""
     from pla_sglang.plugin.demo import demo_model_path
 
     words = list(command.arguments)
@@ -34,14 +36,15 @@ def server_of(command: Command, fresh: Callable[..., Server]) -> Server:
     if "--model-path" in words:
         place = words.index("--model-path")
         model, words[place : place + 2] = demo_model_path(), []
-    return fresh(model, [*words, "--device", "cpu"], module=LAUNCH_SERVER)
+    make_server = forked if "temporal" in words else fresh
+    return make_server(model, [*words, "--device", "cpu"], module=LAUNCH_SERVER)
 
 
 @pytest.mark.parametrize("command", STARTED, ids=str)
 def test_servers_and_their_curl_lines(
-    command: Command, fresh: Callable[..., Server], serving: Callable[..., Any]
+    command: Command, forked: Callable[..., Server], fresh: Callable[..., Server], serving: Callable[..., Any]
 ) -> None:
-    with serving(server_of(command, fresh)) as (server,):
+    with serving(server_of(command, forked, fresh)) as (server,):
         assert server.post("/generate", BODY)["meta_info"]["completion_tokens"] == 4
         if "--prefill-disagg" in command.words:
             for line in curl_lines():
