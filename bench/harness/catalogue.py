@@ -51,5 +51,6 @@ _ALL = (
     Bench("lab.robustness", "2 h", "traces", results="simulated"),
     Bench("lab.star", "35 min", "engines", results="emulated"),
     Bench("lab.star_decision", "1 min", "nothing"),
+    Bench("lab.tail", "1 h", "traces", results="simulated"),
 )
 BENCHES = {bench.name: bench for bench in _ALL}

@@ -131,6 +131,14 @@ class PlaConfig:
         "the bound, in place of --pla-long-max-age-ms where that is less, of requests whose TTFT target is later.",
         allowed=MILLISECONDS,
     )
+    lost_fcfs_times: float = knob(
+        3.0,
+        "--pla-lost-fcfs-times",
+        "With --pla-deadlines decide: an infeasible request is deferred for at most so many times what it would have "
+        "waited first come first served, or its TTFT target where that is longer. Then it has its share of prefills, "
+        "one in so many. 0: no such bound, and as many as possible are in target.",
+        allowed=Range(0, 1000),
+    )
     decode_gap_ms: float = knob(
         500.0,
         "--pla-decode-gap-ms",

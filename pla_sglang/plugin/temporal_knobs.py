@@ -72,7 +72,10 @@ def temporal_knobs(config: PlaConfig, limits: EngineLimits) -> EnginePolicyKnobs
         ),
         mixing=Mixing(config.mixing),
         decode_gap_s=config.decode_gap_ms / 1e3,
-        slo=SloKnobs(infeasible_age_s=config.lost_max_age_ms / 1e3 if config.deadlines == "decide" else None),
+        slo=SloKnobs(
+            infeasible_age_s=config.lost_max_age_ms / 1e3 if config.deadlines == "decide" else None,
+            fcfs_times=config.lost_fcfs_times,
+        ),
         batch_timeout_s=config.batch_timeout_ms / 1e3,
     )
 

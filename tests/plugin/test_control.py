@@ -51,6 +51,7 @@ number = st.floats(1, 1000, allow_nan=False)
             "wait_max_ms": number,
             "long_max_age_ms": number,
             "lost_max_age_ms": number,
+            "lost_fcfs_times": st.just(0.0) | number,
             "slo_ttft_ms": st.none() | number,
             "boundary_tokens": st.none() | st.just("auto") | st.integers(1, 1 << 20),
             "long_chunk_tokens": st.none() | st.integers(1, 1 << 20),

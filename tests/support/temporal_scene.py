@@ -29,8 +29,8 @@ def engine_knobs(knobs: TemporalKnobs, **changes: object) -> EnginePolicyKnobs:
 
 
 def let_deadlines_decide(knobs: TemporalKnobs) -> EnginePolicyKnobs:
-    """``knobs`` with deadlines that decide, and one age bound for all."""
-    return engine_knobs(knobs, slo=SloKnobs(infeasible_age_s=knobs.long_prompts.max_age_s))
+    """``knobs`` with deadlines that decide, and one age bound for all, which is the only one."""
+    return engine_knobs(knobs, slo=SloKnobs(infeasible_age_s=knobs.long_prompts.max_age_s, fcfs_times=0.0))
 
 
 def policy(*, busy: bool = False, decide: bool = False, **changes: object) -> TemporalPolicy:

@@ -22,6 +22,7 @@ RUNTIME_KNOBS = (
     "wait_max_ms",
     "long_max_age_ms",
     "lost_max_age_ms",
+    "lost_fcfs_times",
     "decode_gap_ms",
     "batch_timeout_ms",
     "pressure_interval_ms",

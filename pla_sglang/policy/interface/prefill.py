@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -107,6 +108,7 @@ class WaitingView:
         aged_at_s, aged_stamp: cache of the long policy, valid for the stamp it was computed under.
         rematched: its prefix match has changed since its class was last looked up (``pla/class_queues.py``).
         latest_s, latest_stamp: cache, when the prefill must begin to keep the target.
+        overtaken_s: from then on it has been deferred for long enough (``slo/turns.py``); infinite: not known yet.
     """
 
     rid: str
@@ -124,6 +126,7 @@ class WaitingView:
     rematched: bool = False
     latest_s: float = 0.0
     latest_stamp: int = -1
+    overtaken_s: float = math.inf
 
     def set_history(self, history_tokens: int) -> None:
         """The prefix match has changed; the sum of new and history tokens has not."""

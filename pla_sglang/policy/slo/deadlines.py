@@ -25,6 +25,7 @@ from pla_sglang.policy.slo.knobs import SloKnobs
 from pla_sglang.policy.slo.plan import Plan, Turn, due_of, plan_moore_hodgson
 
 _LATEST_S = operator.attrgetter("latest_s")
+_OVERTAKEN_S = operator.attrgetter("overtaken_s")
 
 
 class Deadlines:
@@ -127,16 +128,23 @@ class Deadlines:
         return now_s + self._knobs.arriving * (alone_s + added_s * passes) <= first_due_s
 
     def list_overdue(self, views: Sequence[WaitingView], now_s: float) -> list[WaitingView]:
-        """Infeasible requests that were deferred for their bound, in their order. On the hot path."""
+        """Infeasible requests that were deferred for one of their bounds, in their order. On the hot path."""
         stamp, arrived_s = self.stamp, now_s - self._knobs.deferral_s(self._long_prompts)
         latest_start_s = self.latest_start_s
         return [
             view
             for view in views
-            if view.arrival_s <= arrived_s
+            if (view.arrival_s <= arrived_s or view.overtaken_s <= now_s)
             and not view.resumed
             and (view.latest_s if view.latest_stamp == stamp else latest_start_s(view)) < now_s
         ]
+
+    def overtaken_s(self, view: WaitingView, now_s: float) -> float:
+        """Until when it may be deferred, where in the order of arrival it would start now."""
+        if self._knobs.fcfs_times == 0 or view.deadline_s is None:
+            return math.inf
+        first_token_s = max(view.deadline_s, now_s + self.service_s(view))
+        return view.arrival_s + self._knobs.fcfs_times * (first_token_s - view.arrival_s)
 
     def keep(self, views: Sequence[WaitingView], now_s: float) -> list[WaitingView]:
         """Those that are not deferred, in their order. Their latest starts are known (``DeadlineQueues``)."""
@@ -148,14 +156,14 @@ class DeadlineQueues(ClassQueues):
     """The two classes of the queue, of which the latest start of each request is known.
 
     Invariants, once ``follow(waiting)`` has returned: the latest start in each view is that of now; none is before
-    ``_first_latest_s``.
+    ``_first_latest_s``, and nobody is overtaken before ``_first_overtaken_s``.
     """
 
     def __init__(self, boundary: Boundary, deadlines: Deadlines) -> None:
         super().__init__(boundary)
         self._deadlines = deadlines
         self._stamp = deadlines.stamp  # under which the latest starts hold
-        self._first_latest_s = math.inf
+        self._first_latest_s = self._first_overtaken_s = math.inf
 
     def follow(self, waiting: Sequence[WaitingView]) -> tuple[list[WaitingView], list[WaitingView]]:
         if self._stamp == self._deadlines.stamp:
@@ -172,6 +180,17 @@ class DeadlineQueues(ClassQueues):
             return True
         self._first_latest_s = min(map(_LATEST_S, self._order), default=math.inf)
         return False
+
+    def note_overtaken(self, overtaken_s: float) -> None:
+        """From then on somebody is."""
+        self._first_overtaken_s = min(self._first_overtaken_s, overtaken_s)
+
+    def any_is_overtaken(self, now_s: float) -> bool:
+        """Somebody has been deferred for long enough, or was not deferred for as long."""
+        if self._first_overtaken_s > now_s:
+            return False
+        self._first_overtaken_s = min(map(_OVERTAKEN_S, self._order), default=math.inf)
+        return self._first_overtaken_s <= now_s
 
     def _note(self, view: WaitingView) -> None:
         super()._note(view)

@@ -12,11 +12,13 @@ from pla_sglang.policy.pla.temporal import TemporalKnobs
 
 @dataclasses.dataclass(frozen=True)
 class SloKnobs:
-    """How deadlines decide, and how decodes share passes with prefills. Of these, ``infeasible_age_s`` alone has a
-    flag.
+    """How deadlines decide, and how decodes share passes with prefills. Of these, ``infeasible_age_s`` and
+    ``fcfs_times`` have flags.
 
     Attributes:
         infeasible_age_s: so long after its arrival an infeasible request is deferred; None: deadlines do not decide.
+        fcfs_times: an infeasible request is deferred for at most so many times what it would have waited in the order
+            of arrival, or its TTFT target where that is longer; 0: for its age alone (``turns.py``).
         infeasible_times: an infeasible request counts as feasible after so many times that.
         slower: a prefill takes so many times what it would take alone, as decode steps fall between and passes end
             early for next tokens.
@@ -36,6 +38,7 @@ class SloKnobs:
     """
 
     infeasible_age_s: float | None = knob(None, allowed=Range(0, above=True))
+    fcfs_times: float = knob(3.0, allowed=Range(0))
     infeasible_times: float = knob(20.0, allowed=Range(1))
     slower: float = knob(1.2, allowed=Range(0, above=True))
     arriving: float = knob(1.7, allowed=Range(0, above=True))

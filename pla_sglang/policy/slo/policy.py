@@ -30,6 +30,7 @@ from pla_sglang.policy.slo.overdue import OverdueShare, share_of, take_overdue
 from pla_sglang.policy.slo.plan import Plan
 from pla_sglang.policy.slo.reservation import ReservationOrder
 from pla_sglang.policy.slo.reserve import leave_reserve
+from pla_sglang.policy.slo.turns import ArrivalOrder
 
 
 @dataclasses.dataclass(slots=True)
@@ -63,6 +64,8 @@ class SloPolicy(TemporalPolicy):
         self.deadlines = Deadlines(knobs.long_prompts, knobs.slo, model)
         self.overdue = OverdueShare()
         self.reservations = ReservationOrder(self.deadlines)
+        self._arrivals = ArrivalOrder()
+        self._queued = 0  # as the last decision saw the queue, which its pass changes
         self.long_prompts = TargetLongPrompts(knobs.long_prompts, knobs.slo, model)
         self._queues = DeadlineQueues(self.boundary, self.deadlines)
 
@@ -75,16 +78,26 @@ class SloPolicy(TemporalPolicy):
         super().set_model(model)
         self.deadlines.set(self.knobs.long_prompts, self.knobs.slo, model)
 
+    def on_arrival(self, view: WaitingView, now_s: float) -> None:
+        super().on_arrival(view, now_s)
+        self._arrivals.on_arrival(view)
+
     def on_pass(self, decision: PassDecision, view: PassView, admitted: Sequence[WaitingView], now_s: float) -> None:
         super().on_pass(decision, view, admitted, now_s)
-        is_theirs = decision.reason is Reason.OVERDUE
-        if decision.action is Action.HOLD or not admitted or not (is_theirs or self.overdue.pause_s > 0):
+        if decision.action is Action.HOLD or not admitted:
             return
-        share = None
-        if is_theirs:
-            bound_s = self.knobs.slo.deferral_s(self.knobs.long_prompts)
-            share = share_of(self._list_overdue(view, now_s), self.model, bound_s, self.knobs.slo)
-        self.overdue.note(contents_of_parts(parts_of(decision, view, admitted)).step_s(self.model), share=share)
+        # Overtaken requests need no share: their bound grows with the load.
+        is_theirs = decision.reason is Reason.OVERDUE and not any(one.overtaken_s <= now_s for one in admitted)
+        if is_theirs or self.overdue.pause_s > 0:
+            share = None
+            if is_theirs:
+                bound_s = self.knobs.slo.deferral_s(self.knobs.long_prompts)
+                share = share_of(self._list_overdue(view, now_s), self.model, bound_s, self.knobs.slo)
+            self.overdue.note(contents_of_parts(parts_of(decision, view, admitted)).step_s(self.model), share=share)
+        started = sum(one is not view.chunk for one in admitted)
+        for one in self._arrivals.on_pass(started, self._queued - started):
+            one.overtaken_s = self.deadlines.overtaken_s(one, now_s)
+            self._queues.note_overtaken(one.overtaken_s)
 
     def _note_batch(self, decision: PassDecision, short_prompts: Sequence[WaitingView], now_s: float) -> None:
         """What AWD learns from its batches; a pass of overdue requests is none of them."""
@@ -92,6 +105,7 @@ class SloPolicy(TemporalPolicy):
             super()._note_batch(decision, short_prompts, now_s)
 
     def _choose(self, field: Candidates, view: PassView, now_s: float) -> PassDecision:
+        self._queued = len(view.waiting)
         if self.knobs.slo.infeasible_age_s is None:
             return super()._choose(field, view, now_s)
         left = Contenders(field.pick, field.short_prompts, field.long_prompts, field.aged)
@@ -112,7 +126,7 @@ class SloPolicy(TemporalPolicy):
 
     def _choose_by_target(self, field: Contenders, view: PassView, now_s: float) -> PassDecision | None:
         """Whose share of time it is, then who would be late in the usual order. None where that is nobody."""
-        if field.some_deferred and self.overdue.is_owed:
+        if field.some_deferred:
             overdue = self._overdue_pass(view, field.long_prompts, now_s)
             if overdue is not None:
                 return overdue
@@ -131,9 +145,18 @@ class SloPolicy(TemporalPolicy):
         waiting = view.waiting if view.chunk is None else [*view.waiting, view.chunk]
         return self.deadlines.list_overdue(waiting, now_s)
 
+    def _list_owed(self, view: PassView, now_s: float) -> list[WaitingView]:
+        """Overdue requests whose turn it is: those that are overtaken, else all while their share is due."""
+        is_owed = self.overdue.is_owed
+        chunk_is_overtaken = view.chunk is not None and view.chunk.overtaken_s <= now_s
+        if not (is_owed or chunk_is_overtaken or self._queues.any_is_overtaken(now_s)):
+            return []
+        overdue = self._list_overdue(view, now_s)
+        return [one for one in overdue if one.overtaken_s <= now_s] or (overdue if is_owed else [])
+
     def _overdue_pass(self, view: PassView, long_prompts: list[WaitingView], now_s: float) -> PassDecision | None:
-        """The pass of the earliest that are overdue; None where there are none, or they cannot run."""
-        chunk, overdue = view.chunk, self._list_overdue(view, now_s)
+        """The pass of the earliest that are owed one; None where there are none, or they cannot run."""
+        chunk, overdue = view.chunk, self._list_owed(view, now_s)
         if not overdue:
             return None
         most_tokens = self.knobs.long_prompts.chunk_max_tokens or 0
