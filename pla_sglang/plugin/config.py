@@ -132,11 +132,11 @@ class PlaConfig:
         allowed=MILLISECONDS,
     )
     lost_fcfs_times: float = knob(
-        3.0,
+        10.0,
         "--pla-lost-fcfs-times",
         "With --pla-deadlines decide: an infeasible request is deferred for at most so many times what it would have "
-        "waited first come first served, or its TTFT target where that is longer. Then it has its share of prefills, "
-        "one in so many. 0: no such bound, and as many as possible are in target.",
+        "waited first come first served, or its TTFT target where that is longer. Under overload that lasts this takes "
+        "one part in so many of what can be served. 0: no such bound, and as many as possible are in target.",
         allowed=Range(0, 1000),
     )
     decode_gap_ms: float = knob(
