@@ -324,31 +324,10 @@ def test_an_urgent_long_prompt_does_not_run_whole_where_it_is_too_late_for_next_
         ("below the crossing a smaller pass would be no faster", 0.015, 0.8, None, 1000),
     ],
 )
-def test_of_many_passes_one_is_cut_to_a_share_of_the_token_target_while_first_tokens_have_time(
+def test_a_pass_is_cut_to_a_share_of_the_token_target_while_first_tokens_have_time(
     name: str, target_s: float | None, due_s: float | None, slack_s: float | None, tokens: int
 ) -> None:
     waiting = long(RECENT_S, deadline_s=None if due_s is None else NOW_S + due_s)
     view = riding(pass_view([waiting]), slack_s=slack_s, tpot_target_s=target_s)
-    decision = busy_with_prefills(until_s=NOW_S).decide(view, NOW_S)
+    decision = policy().decide(view, NOW_S)
     assert (decision.action, decision.chunk_tokens) == (L, tokens)
-
-
-def busy_with_prefills(*, until_s: float) -> MixedBatches:
-    """For 64 passes of 1,000 tokens and ten decodes, which take 0.101 s each."""
-    made, pass_s = policy(), 0.101
-    for index in range(64, 0, -1):
-        now_s = until_s - index * pass_s
-        view = riding(pass_view([long(now_s, 1000)]))
-        made.on_pass(made.decide(view, now_s), view, view.waiting, now_s)
-    return made
-
-
-@pytest.mark.parametrize(
-    ("decodes_s", "tokens"), [(0.0, 590), (0.1, 590), (0.3, 1000)], ids=["at once", "after ten steps", "after thirty"]
-)
-def test_a_pass_is_cut_to_that_share_only_where_tokens_have_come_late(decodes_s: float, tokens: int) -> None:
-    """The mean of the last tokens, 0.1 s apart, falls below 60 % of the target with decode steps of 10 ms."""
-    now_s = NOW_S + decodes_s
-    view = riding(pass_view([long(now_s, deadline_s=now_s + 0.8)]), tpot_target_s=0.1001)
-    assert busy_with_prefills(until_s=NOW_S).decide(view, now_s).chunk_tokens == tokens
-    assert policy().decide(view, now_s).chunk_tokens == 1000, "where nothing ran before"

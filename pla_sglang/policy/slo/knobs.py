@@ -30,8 +30,7 @@ class SloKnobs:
         kv_share: of the KV cache, which infeasible requests leave free for feasible ones.
         decode_share: of the TPOT target, which decode steps must leave for infeasible ones to start. Steps get longer
             by those that start, and by the prefills that they share passes with.
-        token_share: of the TPOT target, which a pass takes at most while all first tokens are in time at that pace, and
-            tokens have lately come later.
+        token_share: of the TPOT target, which a pass takes at most while all first tokens are in time at that pace.
         short_steps: where KV cache is short, a prefill is cut to the time of so many decode steps. With 3, half as many
             again were thrown out on mooncake (bench/lab/docs/rules.md).
         probe_passes: after so many passes without decodes, they join one to measure what they cost. Where joining takes

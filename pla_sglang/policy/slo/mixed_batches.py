@@ -19,9 +19,8 @@ The rule, for a pass that was chosen without regard to decodes:
    (TOKEN_DEADLINE): a long gets a smaller chunk, companions and the last short prompts of a batch wait. A chunk is not
    cut below the crossing of the roofline, where it would be no faster, and short prompts that must start now are kept.
    A long that was to overtake the chunk under way cannot be cut: where it is too late, the chunk goes on. While all
-   first tokens are in time at that pace, and tokens have lately come later than ``SloKnobs.token_share`` of the TPOT
-   target, a pass also ends within that: answers gain nothing by being as slow as they may. A single prompt that makes
-   one token late is not cut for it.
+   first tokens are in time at that pace, a pass also ends within ``SloKnobs.token_share`` of the TPOT target: answers
+   gain nothing by being as slow as they may.
 3. Where KV cache is short, a long is cut to the time of ``SloKnobs.short_steps`` decode steps (KV_SHORT): what starts
    next waits for memory, not for this prefill, and only those that run free any. With large chunks they step seldom,
    then often without a prefill to share the step with; and more prompts are in the cache at once, and are thrown out
@@ -42,8 +41,6 @@ from pla_sglang.policy.interface.prefill import Action, PassDecision, PassView, 
 from pla_sglang.policy.pla.temporal import TemporalPolicy
 from pla_sglang.policy.slo.knobs import EnginePolicyKnobs, SloKnobs
 from pla_sglang.policy.slo.reserve import is_kv_short
-
-PACE_TOKENS = 32  # the pace is a mean over about so many tokens, as even short answers have
 
 Amounts = tuple[int, int, int]  # new tokens, history tokens and attention of a pass
 
@@ -137,31 +134,6 @@ class PassCost:
         return self.mixed_s(new, history, attention) <= self.apart_s(new, history, attention)
 
 
-@dataclasses.dataclass(slots=True)
-class _Pace:
-    """Mean time between two tokens of those that run, of late: of passes as predicted, and of the steps between them.
-
-    Attributes:
-        interval_s: the mean up to the last pass.
-        begun_s, pass_s: of that pass.
-    """
-
-    interval_s: float = 0.0
-    begun_s: float = -math.inf
-    pass_s: float = 0.0
-
-    def interval_at_s(self, now_s: float, decode_s: float) -> float:
-        """The mean up to now, if decode steps take ``decode_s``."""
-        steps = max(0.0, now_s - self.begun_s - self.pass_s) / decode_s if decode_s > 0 else math.inf
-        with_pass_s = self.interval_s + (self.pass_s - self.interval_s) / PACE_TOKENS
-        return decode_s + (with_pass_s - decode_s) * (1 - 1 / PACE_TOKENS) ** steps
-
-    def note_pass(self, now_s: float, pass_s: float, decode_s: float) -> None:
-        """A pass begins, after which they have one more token."""
-        self.interval_s = self.interval_at_s(now_s, decode_s)
-        self.begun_s, self.pass_s = now_s, pass_s
-
-
 class MixedBatches:
     """A policy for prefills, whose passes running decodes may join where the host can let them.
 
@@ -176,7 +148,6 @@ class MixedBatches:
         self._knobs = knobs
         self._decodes_stayed_out = False  # of the last pass, which they might have joined
         self._passes_alone = 0  # since decodes joined one
-        self._pace = _Pace()
 
     def set_knobs(self, knobs: EnginePolicyKnobs) -> None:
         self._knobs = knobs.slo
@@ -226,8 +197,6 @@ class MixedBatches:
         if target_s is None or len(waiting) > self._knobs.most_planned:
             return math.inf
         usual_s = self._knobs.token_share * target_s
-        if self._pace.interval_at_s(now_s, cost.decode_s) <= usual_s:
-            return math.inf
         tokens = cost.tokens_within(usual_s, view.pass_budget_tokens)
         if tokens < cost.step.crossing_tokens(0):
             return math.inf  # a smaller pass would be no faster
@@ -243,19 +212,9 @@ class MixedBatches:
     def on_pass(self, decision: PassDecision, view: PassView, admitted: Sequence[WaitingView], now_s: float) -> None:
         if decision.action is not Action.HOLD:
             self._decodes_stayed_out = decision.piggyback is not None and not decision.piggyback.joins
-            if view.running:
-                self._note_pace(decision, view, admitted, now_s)
             if decision.piggyback is not None:
                 self._passes_alone = 0 if decision.piggyback.joins else self._passes_alone + 1
         self.prefills.on_pass(decision, view, admitted, now_s)
-
-    def _note_pace(
-        self, decision: PassDecision, view: PassView, admitted: Sequence[WaitingView], now_s: float
-    ) -> None:
-        decode_s = self.mixed_model.decode_s(view.running, view.context_tokens)
-        joins = decision.piggyback is not None and decision.piggyback.joins
-        pass_s = self.predict_s(decision, view, admitted)
-        self._pace.note_pass(now_s, pass_s if joins or not admitted else pass_s + decode_s, decode_s)
 
     def predict_s(self, decision: PassDecision, view: PassView, admitted: Sequence[WaitingView]) -> float:
         """Duration of the pass that admitted these; of a decode step where it admitted none."""
