@@ -141,10 +141,11 @@ class Deadlines:
 
     def overtaken_s(self, view: WaitingView, now_s: float) -> float:
         """Until when it may be deferred, where in the order of arrival it would start now."""
-        if self._knobs.fcfs_times == 0 or view.deadline_s is None:
+        knobs = self._knobs
+        if knobs.infeasible_age_s is None or knobs.fcfs_times == 0 or view.deadline_s is None:
             return math.inf
         first_token_s = max(view.deadline_s, now_s + self.service_s(view))
-        return view.arrival_s + self._knobs.fcfs_times * (first_token_s - view.arrival_s)
+        return view.arrival_s + knobs.fcfs_times * (first_token_s - view.arrival_s)
 
     def keep(self, views: Sequence[WaitingView], now_s: float) -> list[WaitingView]:
         """Those that are not deferred, in their order. Their latest starts are known (``DeadlineQueues``)."""
