@@ -62,7 +62,6 @@ FACTORS = (
     "predictor.own_factor",
     "arrow.load_change",
     "slo.slower",
-    "slo.arriving",
     "long_prompts.margin",
 )
 GIVEN = ("long_prompts.chunk_max_tokens", "long_prompts.grid_tokens", "awd.depth_max")  # by the engine: no choice

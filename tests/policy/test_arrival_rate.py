@@ -32,6 +32,11 @@ def test_per_second(name: str, times_s: tuple[float, ...], now_s: float, expecte
     assert observed(*times_s).per_second(now_s) == pytest.approx(expected)
 
 
+def test_tokens_per_second() -> None:
+    assert observed(0.0, 1.0, 2.0, tokens=30).tokens_per_second(4.0) == pytest.approx(15.0)
+    assert observed(0.0, 1.0).tokens_per_second(4.0) == 0.0, "no evidence"
+
+
 def test_window_bounds_what_counts() -> None:
     rate = observed(*(0.001 * index for index in range(1000)), window=10)
     assert rate.per_second(0.999) == pytest.approx(1000.0)

@@ -11,15 +11,16 @@ from hypothesis import strategies as st
 from policy.test_properties import EXAMPLES, MODEL
 from support.views import long
 
+from pla_sglang.policy.pla.arrival_rate import ArrivalRate
 from pla_sglang.policy.pla.awd import batch_step_s
 from pla_sglang.policy.pla.long_prompts import LongKnobs
 from pla_sglang.policy.slo.deadlines import Deadlines
 from pla_sglang.policy.slo.knobs import SloKnobs
 from pla_sglang.policy.slo.mixed_batches import START, model_beside
-from pla_sglang.policy.slo.plan import Plan, Turn, due_of, plan_moore_hodgson
+from pla_sglang.policy.slo.plan import Plan, Turn, due_of, plan_moore_hodgson, spare_share
 
 NOW_S = 100.0
-SLOWER, ARRIVING = SloKnobs.slower, SloKnobs.arriving
+SLOWER = SloKnobs.slower
 JOBS = st.lists(st.tuples(st.integers(1, 9), st.integers(0, 20)), min_size=1, max_size=7)
 
 
@@ -71,12 +72,32 @@ def test_who_is_kept(jobs: list[tuple[float, float]], kept: list[int]) -> None:
 
 def test_others_that_arrive_may_be_in_the_way() -> None:
     """One of 1.2 s that is due after 4 s, and one of 1.2 s before it: 2.4 s, or 3.4 s with what arrives."""
-    turns = turns_of([(SLOWER, 4.0), (SLOWER, 9.0)])
+    turns = turns_of([(1.2, 4.0), (1.2, 9.0)])
     plan = Plan(turns, frozenset())
     other = turns[1].view
-    assert plan.allows([other], NOW_S, ARRIVING / SLOWER)
-    assert plan.allows([], NOW_S, ARRIVING / SLOWER)
-    assert not plan.allows([other], NOW_S + 4.0 - 2 * ARRIVING + 0.001, ARRIVING / SLOWER)
+    assert plan.allows([other], NOW_S, 1.0)
+    assert plan.allows([other], NOW_S, 0.7)
+    assert plan.allows([], NOW_S, 0.4)
+    assert not plan.allows([other], NOW_S, 0.5)
+    assert not plan.allows([other], NOW_S + 0.6, 0.7)
+
+
+@pytest.mark.parametrize("spare", [0.0, 0.5])
+def test_who_is_due_at_no_time_is_not_late(spare: float) -> None:
+    turns = turns_of([(1.0, 9.0), (1.0, math.inf)])
+    assert Plan(turns, frozenset()).allows([turns[0].view], NOW_S, spare)
+
+
+@pytest.mark.parametrize(
+    ("name", "gap_s", "expected"),
+    [("nothing arrives", None, 1.0), ("some", 1.0, 0.5), ("as much as can be done", 0.5, 0.0), ("more", 0.1, 0.0)],
+)
+def test_what_arrives_leaves_a_share(name: str, gap_s: float | None, expected: float) -> None:
+    """1,000 tokens at a time, that take 0.5 s."""
+    rate = ArrivalRate()
+    for count in range(0 if gap_s is None else 10, 0, -1):
+        rate.observe(NOW_S - (gap_s or 0.0) * (count - 1), 1000)
+    assert spare_share(rate, 5e-4, NOW_S) == pytest.approx(expected)
 
 
 def test_who_is_lost_is_due_at_no_time() -> None:
@@ -93,12 +114,13 @@ WAITING = st.lists(
 
 
 @EXAMPLES
-@given(WAITING, WAITING, st.integers(0, 300), st.integers(0, 300_000))
+@given(WAITING, WAITING, st.integers(0, 300), st.integers(0, 300_000), st.floats(0.0, 1.0))
 def test_where_all_have_time_a_plan_would_change_nothing(
     long_prompts: list[tuple[int, int, float]],
     short_prompts: list[tuple[int, int, float]],
     piggybacked: int,
     context_tokens: int,
+    spare: float,
 ) -> None:
     """Nobody is given up, and anybody may go first; with and without riders, and with several chunks."""
     deadlines = Deadlines(LongKnobs(chunk_max_tokens=1000), SloKnobs(infeasible_age_s=30.0), MODEL)
@@ -109,15 +131,15 @@ def test_where_all_have_time_a_plan_would_change_nothing(
         view.history_tokens = history
         deadlines.latest_start_s(view)
     model = model_beside(MODEL, START, piggybacked, context_tokens)
-    if not deadlines.have_time(*queues, NOW_S, model):
+    if not deadlines.have_time(*queues, NOW_S, model, spare=spare):
         return
     each_s = SLOWER * batch_step_s(queues[1], model) / len(queues[1])
     turns = [Turn(view, due_of(view, NOW_S), each_s) for view in queues[1]]
     turns += [Turn(view, due_of(view, NOW_S), SLOWER * deadlines._alone_s(view, model)) for view in queues[0]]
     plan = plan_moore_hodgson(turns, NOW_S)
     assert not plan.rejected
-    assert all(plan.allows([turn.view], NOW_S, ARRIVING / SLOWER) for turn in turns)
-    assert plan.allows(queues[1], NOW_S, ARRIVING / SLOWER)
+    assert all(plan.allows([turn.view], NOW_S, spare) for turn in turns)
+    assert plan.allows(queues[1], NOW_S, spare)
 
 
 def test_time_is_had_where_targets_are_far_and_never_without_one() -> None:
@@ -125,6 +147,6 @@ def test_time_is_had_where_targets_are_far_and_never_without_one() -> None:
     far, near = long(NOW_S, 4000, deadline_s=NOW_S + 60.0), long(NOW_S, 4000, deadline_s=NOW_S + 0.5)
     for view in (far, near):
         deadlines.latest_start_s(view)
-    assert deadlines.have_time([far], [], NOW_S, MODEL)
-    assert not deadlines.have_time([far, near], [], NOW_S, MODEL)
-    assert not deadlines.have_time([far, long(NOW_S, 4000)], [], NOW_S, MODEL)
+    assert deadlines.have_time([far], [], NOW_S, MODEL, spare=1.0)
+    assert not deadlines.have_time([far, near], [], NOW_S, MODEL, spare=1.0)
+    assert not deadlines.have_time([far, long(NOW_S, 4000)], [], NOW_S, MODEL, spare=1.0)

@@ -55,6 +55,10 @@ class ArrivalRate:
         rate, at_s = self._usual
         return rate * 0.5 ** ((now_s - at_s) / self.HALF_LIFE_S)
 
+    def tokens_per_second(self, now_s: float) -> float:
+        """Tokens of what arrives in a second; zero without evidence."""
+        return self.per_second(now_s) * self.mean_tokens(default=0.0)
+
     def mean_tokens(self, default: float) -> float:
         """Mean of the arrivals that count; without any, of those behind ``usual_per_second``; else ``default``."""
         if not self._arrivals:

@@ -78,7 +78,13 @@ class Deadlines:
         return not self.keep((view,), now_s)
 
     def plan(
-        self, long_prompts: Sequence[WaitingView], short_prompts: Sequence[WaitingView], now_s: float, model: StepModel
+        self,
+        long_prompts: Sequence[WaitingView],
+        short_prompts: Sequence[WaitingView],
+        now_s: float,
+        model: StepModel,
+        *,
+        spare: float,
     ) -> Plan | None:
         """Which of those that are not deferred meet their targets (``plan.py``); None where the usual order counts.
 
@@ -89,10 +95,11 @@ class Deadlines:
 
         Args:
             model: step times of a pass, with what decodes add to it.
+            spare: share of the device that is left to them (``plan.py``).
         """
         if not long_prompts or len(long_prompts) + len(short_prompts) > self._knobs.most_planned:
             return None
-        if self.have_time(long_prompts, short_prompts, now_s, model):
+        if self.have_time(long_prompts, short_prompts, now_s, model, spare=spare):
             return None
         slower, rank = self._knobs.slower, long_prompts[0].priority_rank
         if any(view.priority_rank != rank for view in long_prompts) or any(
@@ -109,7 +116,13 @@ class Deadlines:
         return plan_moore_hodgson(turns, now_s)
 
     def have_time(
-        self, long_prompts: Sequence[WaitingView], short_prompts: Sequence[WaitingView], now_s: float, model: StepModel
+        self,
+        long_prompts: Sequence[WaitingView],
+        short_prompts: Sequence[WaitingView],
+        now_s: float,
+        model: StepModel,
+        *,
+        spare: float,
     ) -> bool:
         """All are in time in any order, so that a plan changes nothing; False where somebody has no target.
 
@@ -125,7 +138,7 @@ class Deadlines:
             passes += 1 if chunk is None else 1 + view.new_tokens // chunk
             first_due_s = min(first_due_s, due_s)
         added_s = model.g0_s - self._model.g0_s + model.k0_s - self._model.k0_s
-        return now_s + self._knobs.arriving * (alone_s + added_s * passes) <= first_due_s
+        return self._knobs.slower * (alone_s + added_s * passes) <= spare * (first_due_s - now_s)
 
     def list_overdue(self, views: Sequence[WaitingView], now_s: float) -> list[WaitingView]:
         """Infeasible requests that were deferred for one of their bounds, in their order. On the hot path."""

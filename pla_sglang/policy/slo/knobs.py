@@ -22,7 +22,6 @@ class SloKnobs:
         infeasible_times: an infeasible request counts as feasible after so many times that.
         slower: a prefill takes so many times what it would take alone, as decode steps fall between and passes end
             early for next tokens.
-        arriving: all takes so many times as long, as others arrive meanwhile.
         most_planned: a plan over more requests would take longer than a pass may wait for it.
         overdue_share: of prefill time for overdue requests, while that serves all of them within their bound.
         lasting_share: what they get where it cannot, as under overload that lasts. With 0.05 half a point less is kept,
@@ -41,7 +40,6 @@ class SloKnobs:
     fcfs_times: float = knob(10.0, allowed=Range(0))
     infeasible_times: float = knob(20.0, allowed=Range(1))
     slower: float = knob(1.2, allowed=Range(0, above=True))
-    arriving: float = knob(1.7, allowed=Range(0, above=True))
     most_planned: int = knob(128, allowed=Range(0))
     overdue_share: float = knob(0.05, allowed=Range(0, 1))
     lasting_share: float = knob(0.02, allowed=Range(0, 1))

@@ -40,6 +40,7 @@ from pla_sglang.policy.common.step_model import StepModel
 from pla_sglang.policy.interface.prefill import Action, PassDecision, PassView, Piggyback, Reason, WaitingView
 from pla_sglang.policy.pla.temporal import TemporalPolicy
 from pla_sglang.policy.slo.knobs import EnginePolicyKnobs, SloKnobs
+from pla_sglang.policy.slo.plan import spare_share
 from pla_sglang.policy.slo.reserve import is_kv_short
 
 Amounts = tuple[int, int, int]  # new tokens, history tokens and attention of a pass
@@ -207,7 +208,11 @@ class MixedBatches:
             if one.deadline_s >= now_s:
                 left += one.new_tokens
                 due_s = min(due_s, one.deadline_s)
-        return usual_s if now_s + self._knobs.arriving * usual_s * left / tokens <= due_s else math.inf
+        if not left:
+            return usual_s
+        token_s = usual_s / tokens  # the decodes are in it
+        spare = spare_share(self.prefills.rate, token_s, now_s)
+        return usual_s if self._knobs.slower * token_s * left <= spare * (due_s - now_s) else math.inf
 
     def on_pass(self, decision: PassDecision, view: PassView, admitted: Sequence[WaitingView], now_s: float) -> None:
         if decision.action is not Action.HOLD:

@@ -5,8 +5,10 @@ one would be late the largest of those up to it is rejected (Moore 1968, with Ho
 of the device than it would alone (``SloKnobs.slower``).
 
 The plan says which are kept, not which is next. The usual order (short prompts, then the least work) stays as long as
-it makes none late that the plan keeps, not even if others arrive meanwhile (``SloKnobs.arriving``): it answers sooner.
-Otherwise the first of the plan is next. Measured on azure_code, burst and hol: bench/lab/docs/rules.md.
+it makes none late that the plan keeps, not even if others arrive meanwhile and go first: it answers sooner. Otherwise
+the first of the plan is next. If prefills arrive that take a share u of the device, what waits has 1 - u of it
+(``spare_share``). So with few arrivals the usual order stays, and with as many as the device can do there is no time
+for it. Measured: bench/lab/docs/rules.md.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import operator
 from collections.abc import Iterable, Sequence
 
 from pla_sglang.policy.interface.prefill import WaitingView
+from pla_sglang.policy.pla.arrival_rate import ArrivalRate
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -51,18 +54,18 @@ class Plan:
         """``view``, which was planned, is kept."""
         return id(view) not in self.rejected
 
-    def allows(self, first: Iterable[WaitingView], now_s: float, slower: float) -> bool:
+    def allows(self, first: Iterable[WaitingView], now_s: float, spare: float) -> bool:
         """These may go before all others, and still none that is kept is late.
 
-        ``slower``: all takes so many times as long as planned, as others arrive.
+        ``spare``: share of the device that is left to them (``spare_share``).
         """
         ahead = {id(view) for view in first}
-        at_s = now_s + slower * sum(turn.service_s for turn in self.turns if id(turn.view) in ahead)
+        work_s = sum(turn.service_s for turn in self.turns if id(turn.view) in ahead)
         for turn in self.turns:
             if id(turn.view) in ahead:
                 continue
-            at_s += slower * turn.service_s
-            if at_s > turn.due_s:
+            work_s += turn.service_s
+            if turn.due_s < math.inf and work_s > spare * (turn.due_s - now_s):
                 return False
         return True
 
@@ -84,3 +87,11 @@ def plan_moore_hodgson(turns: Iterable[Turn], now_s: float) -> Plan:
 def due_of(view: WaitingView, now_s: float) -> float:
     """Its deadline; infinite where that is infeasible, or there is none. Its latest start is known."""
     return math.inf if view.deadline_s is None or view.latest_s < now_s else view.deadline_s
+
+
+def spare_share(rate: ArrivalRate, token_s: float, now_s: float) -> float:
+    """Share of the device that is left to what waits, if all that arrives goes before it; 0 and more.
+
+    ``token_s``: what a token of a prefill takes, with all that falls between.
+    """
+    return max(0.0, 1.0 - token_s * rate.tokens_per_second(now_s))

@@ -27,7 +27,7 @@ from pla_sglang.policy.pla.temporal import Candidates, TemporalPolicy, parts_of
 from pla_sglang.policy.slo.deadlines import DeadlineQueues, Deadlines, TargetLongPrompts
 from pla_sglang.policy.slo.knobs import EnginePolicyKnobs
 from pla_sglang.policy.slo.overdue import OverdueShare, share_of, take_overdue
-from pla_sglang.policy.slo.plan import Plan
+from pla_sglang.policy.slo.plan import Plan, spare_share
 from pla_sglang.policy.slo.reservation import ReservationOrder
 from pla_sglang.policy.slo.reserve import leave_reserve
 from pla_sglang.policy.slo.turns import ArrivalOrder
@@ -212,7 +212,8 @@ class SloPolicy(TemporalPolicy):
     def _keep_most(self, field: Contenders, view: PassView, now_s: float, model: StepModel) -> None:
         chunk = view.chunk
         candidates = field.long_prompts if chunk is None or field.infeasible_chunk else [chunk, *field.long_prompts]
-        plan = self.deadlines.plan(candidates, field.short_prompts, now_s, model)
+        spare = self._spare_share(view, now_s, model)
+        plan = self.deadlines.plan(candidates, field.short_prompts, now_s, model, spare=spare)
         if plan is None or not plan.turns:
             return
         if plan.rejected:
@@ -223,8 +224,14 @@ class SloPolicy(TemporalPolicy):
             self._pick_among(field, kept, view, now_s, yields=chunk_gives_way)
         first = field.short_prompts or (() if field.pick is None else (field.pick.view,))
         fits = sum(turn.view.footprint_tokens for turn in plan.turns) <= view.kv_free_tokens
-        if fits and not plan.allows(first, now_s, self.knobs.slo.arriving / self.knobs.slo.slower):
+        if fits and not plan.allows(first, now_s, spare):
             field.urgent = self._find_first_long(plan, field.short_prompts, view)
+
+    def _spare_share(self, view: PassView, now_s: float, model: StepModel) -> float:
+        """Share of the device that is left to what waits, by what a token takes in a full pass."""
+        tokens = max(1, view.pass_budget_tokens)
+        token_s = model.step_s(tokens, 0, tokens * self.rate.mean_tokens(default=0.0)) / tokens
+        return spare_share(self.rate, self.knobs.slo.slower * token_s, now_s)
 
     def _pick_among(
         self, field: Contenders, long_prompts: list[WaitingView], view: PassView, now_s: float, *, yields: bool
