@@ -14,7 +14,7 @@ from support.views import FLAT
 
 from pla_sglang.policy.interface.prefill import ReservationReason, WaitingView
 from pla_sglang.policy.slo.policy import SloPolicy
-from pla_sglang.policy.slo.reservation import OVERDUE_TURN, ReservationOrder, Turn, reservation_view
+from pla_sglang.policy.slo.reservation import OVERDUE_TURN, Reservation, ReservationOrder, reservation_view
 
 SLACK, UNTARGETED, FITS, PRIORITY, OVERDUE, INFEASIBLE = ReservationReason
 BOUND_S = 10.0  # from when on an infeasible request is overdue
@@ -42,13 +42,13 @@ def part(
     return view
 
 
-def sort(order: ReservationOrder, waiting: Sequence[WaitingView], now_s: float = NOW_S) -> list[Turn]:
+def sort(order: ReservationOrder, waiting: Sequence[WaitingView], now_s: float = NOW_S) -> list[Reservation]:
     turns = order.sort(waiting, now_s)
     assert turns is not None
     return turns
 
 
-def told(turns: Sequence[Turn]) -> list[tuple[str, ReservationReason]]:
+def told(turns: Sequence[Reservation]) -> list[tuple[str, ReservationReason]]:
     return [(turn.view.rid, turn.reason) for turn in turns]
 
 

@@ -27,7 +27,7 @@ OVERDUE_TURN = 20  # as many turns go to overdue requests as prefill time does, 
 PASSED_SHARE = 0.25  # of its slack; with half, some at the head were late where nobody is else (azure_conv)
 
 
-class Turn(NamedTuple):
+class Reservation(NamedTuple):
     """One request in the order. ``due_s``: by when it should have its KV cache."""
 
     view: WaitingView
@@ -57,19 +57,19 @@ class ReservationOrder:
         """False: it is first come, first served, whatever the targets."""
         return self._deadlines.decides
 
-    def sort(self, waiting: Sequence[WaitingView], now_s: float) -> list[Turn] | None:
+    def sort(self, waiting: Sequence[WaitingView], now_s: float) -> list[Reservation] | None:
         """All in order; None: first come, first served."""
         if not self.decides or all(view.deadline_s is None for view in waiting):
             return None
         ranks = sorted({view.priority_rank for view in waiting})
-        turns: list[Turn] = []
+        turns: list[Reservation] = []
         for rank in reversed(ranks):
             behind_s = min((turn.due_s for turn in turns if turn.reason is not _INFEASIBLE), default=math.inf)
             own = self._sort_rank([view for view in waiting if view.priority_rank == rank], now_s)
             turns = [turn._replace(reason=_PRIORITY) if turn.due_s > behind_s else turn for turn in own] + turns
         return turns
 
-    def _sort_rank(self, waiting: Sequence[WaitingView], now_s: float) -> list[Turn]:
+    def _sort_rank(self, waiting: Sequence[WaitingView], now_s: float) -> list[Reservation]:
         deadlines = self._deadlines
         due_s = {id(view): self._find_due_s(view) for view in waiting}
         kept = {id(view) for view in deadlines.keep(waiting, now_s)}
@@ -77,16 +77,16 @@ class ReservationOrder:
         if kept and self._turns >= OVERDUE_TURN - 1:
             overdue = deadlines.list_overdue([view for view in waiting if id(view) not in kept], now_s)
             first = min(overdue, key=lambda view: view.arrival_s, default=None)
-        ahead = [] if first is None else [Turn(first, _OVERDUE, due_s[id(first)])]
+        ahead = [] if first is None else [Reservation(first, _OVERDUE, due_s[id(first)])]
         feasible = sorted((view for view in waiting if id(view) in kept), key=lambda view: due_s[id(view)])
         infeasible = sorted(
             (view for view in waiting if id(view) not in kept and view is not first), key=lambda view: view.arrival_s
         )
         by_slack = [
-            Turn(view, _SLACK if view.deadline_s is not None or view.resumed else _UNTARGETED, due_s[id(view)])
+            Reservation(view, _SLACK if view.deadline_s is not None or view.resumed else _UNTARGETED, due_s[id(view)])
             for view in feasible
         ]
-        return [*ahead, *by_slack, *(Turn(view, _INFEASIBLE, due_s[id(view)]) for view in infeasible)]
+        return [*ahead, *by_slack, *(Reservation(view, _INFEASIBLE, due_s[id(view)]) for view in infeasible)]
 
     def _find_due_s(self, view: WaitingView) -> float:
         latest_s = self._deadlines.latest_start_s(view)
@@ -94,9 +94,9 @@ class ReservationOrder:
             return latest_s
         return view.arrival_s if view.resumed else view.arrival_s + self._deadlines.deferral_s
 
-    def list_passing(self, turns: Sequence[Turn], now_s: float) -> list[Turn]:
+    def list_passing(self, turns: Sequence[Reservation], now_s: float) -> list[Reservation]:
         """Who may go before the first of ``turns``, which has no room: later ones that may have it, in their order."""
-        first, passing = turns[0].view, list[Turn]()
+        first, passing = turns[0].view, list[Reservation]()
         for turn in turns:
             if turn.view.priority_rank != first.priority_rank:
                 break
@@ -107,7 +107,7 @@ class ReservationOrder:
         return passing
 
     @staticmethod
-    def _may_be_passed(turn: Turn, now_s: float) -> bool:
+    def _may_be_passed(turn: Reservation, now_s: float) -> bool:
         if turn.reason in (_OVERDUE, _INFEASIBLE):
             return False
         return now_s - turn.view.arrival_s < PASSED_SHARE * (turn.due_s - turn.view.arrival_s)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from pla_sglang.policy.interface.fleet import InstanceView
 from pla_sglang.policy.interface.prefill import ReservationReason, WaitingView
-from pla_sglang.policy.slo.reservation import ReservationOrder, Turn, reservation_view
+from pla_sglang.policy.slo.reservation import Reservation, ReservationOrder, reservation_view
 from pla_sglang.sim.core.decoding import Decoding
 from pla_sglang.sim.core.engine_knobs import EngineKnobs
 from pla_sglang.sim.core.pool import KvPool
@@ -118,7 +118,7 @@ class HandoffQueue:
         self._pool.take(request.arriving_tokens)
         return request
 
-    def _find_turn(self, turns: list[Turn], now_s: float) -> Turn | None:
+    def _find_turn(self, turns: list[Reservation], now_s: float) -> Reservation | None:
         """The first in order if there is room for it, else the first of those that may pass it."""
         assert self._order is not None
         turn = turns[0]
@@ -165,6 +165,6 @@ def _make_view(request: SimRequest, now_s: float) -> WaitingView:
     )
 
 
-def _request_of(turn: Turn) -> SimRequest:
+def _request_of(turn: Reservation) -> SimRequest:
     assert isinstance(turn.view.handle, SimRequest)
     return turn.view.handle

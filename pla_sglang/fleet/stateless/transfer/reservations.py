@@ -10,7 +10,7 @@ from pla_sglang.fleet.stateless.transfer.legs import goes_on
 from pla_sglang.plugin.engine.snapshot import make_reservation_view, set_priority_ranks
 from pla_sglang.policy.engine_policies import find_reservations
 from pla_sglang.policy.interface.prefill import WaitingView
-from pla_sglang.policy.slo.reservation import ReservationOrder, Turn
+from pla_sglang.policy.slo.reservation import Reservation, ReservationOrder
 
 VIEW_ATTRIBUTE = "pla_view"  # of a request
 
@@ -24,7 +24,7 @@ class Reservations:
 
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
-        self._turns: list[Turn] = []  # of the call of the host that is under way; none: first come, first served
+        self._turns: list[Reservation] = []  # of the call of the host that is under way; none: first come, first served
         self.reasons: Counter[str] = Counter()
 
     def _find_order(self) -> ReservationOrder | None:
@@ -43,7 +43,7 @@ class Reservations:
         turns = self._sort(reqs) if len(reqs) > 1 else None
         return list(reqs) if turns is None else _in_order(reqs, map(_view_of, reqs), turns)
 
-    def _sort(self, reqs: Sequence[Any]) -> list[Turn] | None:
+    def _sort(self, reqs: Sequence[Any]) -> list[Reservation] | None:
         order = self._find_order()
         if order is None:
             return None
@@ -92,7 +92,7 @@ def _view_of(req: Any) -> WaitingView | None:
     return getattr(req, VIEW_ATTRIBUTE, None)
 
 
-def _in_order(ones: Sequence[Any], views: Iterable[WaitingView | None], turns: Sequence[Turn]) -> list[Any]:
+def _in_order(ones: Sequence[Any], views: Iterable[WaitingView | None], turns: Sequence[Reservation]) -> list[Any]:
     """``ones``, of which these are the views; those without a turn come last, in their order."""
     places = {id(turn.view): place for place, turn in enumerate(turns)}
     keys = [places.get(id(view), len(places)) for view in views]
