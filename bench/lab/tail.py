@@ -105,7 +105,7 @@ def table(result: Mapping[str, Any]) -> Cells:
 
 
 def page(result: Result) -> str:
-    foot = f"{result['runs']} runs a row, the worse one. Commit {result['environment']['plugin_commit']}."
+    foot = f"Runs a row: {result['runs']}; of several the worse. Commit {result['environment']['plugin_commit']}."
     return "\n\n".join([markdown(*table(result), right=range(1, 40)), foot])
 
 
