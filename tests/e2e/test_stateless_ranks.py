@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from support.hop_commands import Instance, hold, hops, pull, redo, stateless
 from support.lora import TARGETS, make_adapter
-from support.serving import Client, Prompt, outputs, until
+from support.serving import Client, Prompt, aborted, outputs, until
 from support.stateless_pair import Pair
 
 from pla_sglang.testing.server import Server
@@ -155,7 +155,7 @@ def test_kv_cache_is_reserved_by_slack_on_all_ranks_alike(pair: Pair, prompts: l
     assert passing.result()["output_ids"] == alone[20]
     wait_for(2, 1)
     target.abort("holder")
-    assert first.result()["meta_info"]["finish_reason"]["type"] == "abort"
+    assert aborted(first)
     source.ask(large, 1, **legs["near"])
     assert near.result()["output_ids"] == alone[400]
     assert not far.done()
