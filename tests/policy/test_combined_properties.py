@@ -58,7 +58,7 @@ def policy_of(*, scaling: bool, unite: bool) -> CombinedPolicy:
         star=StarRescheduler(StarKnobs()),
         planner=DopdController(Planner(knobs, *tables)) if scaling else None,
         # Judges by two requests and changes its mind in a second: sequences are short.
-        unite=mode(SlowMixed(), arrow, memory=2, prior=2, judge_s=0.0, rest_s=1.0) if unite else None,
+        unite=mode(SlowMixed(), arrow, memory=2, prior=2, rest_s=1.0) if unite else None,
         cost=cost(arrow) if unite else None,
     )
     return CombinedPolicy(CombinedKnobs(), parts)

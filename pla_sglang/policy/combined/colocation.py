@@ -36,7 +36,7 @@ class ColocationKnobs:
     """Attributes:
     margin: roles are introduced where they bear so many times as much; the closed forms ordered measured regimes right
         where they were further apart than that.
-    judge_s, rest_s: between two judgements, and between two changes.
+    rest_s: between two changes.
     memory_share: of the KV cache that the closed forms fill.
     memory: recent requests and answers that the traffic is averaged over.
     prior: so many of them does the usual chat count for, before there were any.
@@ -44,7 +44,6 @@ class ColocationKnobs:
     """
 
     margin: float = knob(1.15, allowed=Range(1))
-    judge_s: float = knob(5.0, allowed=Range(0))
     rest_s: float = knob(60.0, allowed=Range(0))
     memory_share: float = knob(0.9, allowed=Range(0, 1, above=True))
     memory: int = knob(500, allowed=Range(1))
@@ -137,7 +136,7 @@ class ColocationMode:
         self._arrow = arrow
         self._steps = steps
         self._mixes = mixes
-        self._judged_s = self._changed_s = -math.inf
+        self._changed_s = -math.inf
 
     def note(self, request: RequestView) -> None:
         """``request`` is being dispatched, in either form; assuming the largest cached prefix."""
@@ -157,9 +156,6 @@ class ColocationMode:
     def _judge(self, ready: Sequence[InstanceView], now_s: float) -> int:
         """Changes the form where the other one bears more; the number of prefill instances where it then has roles."""
         knobs = self.knobs
-        if now_s - self._judged_s < knobs.judge_s:
-            return 0
-        self._judged_s = now_s
         one, targets, traffic = ready[len(ready) // 2], self._arrow.knobs, self.meter.traffic()
         steps = one.steps or self._steps
         shape = FleetShape(

@@ -192,7 +192,7 @@ class MixedBatches:
     def _usual_s(self, view: PassView, cost: PassCost, now_s: float) -> float:
         """What a pass may take while all first tokens are in time at that pace; infinite where one would not be.
 
-        On the hot path: the pace is that of one pass without history.
+        On the hot path: the pace is that of passes without history, and what waits adds its attention to it.
         """
         target_s, waiting = view.tpot_target_s, view.waiting
         if target_s is None or len(waiting) > self._knobs.most_planned:
@@ -201,18 +201,20 @@ class MixedBatches:
         tokens = cost.tokens_within(usual_s, view.pass_budget_tokens)
         if tokens < cost.step.crossing_tokens(0):
             return math.inf  # a smaller pass would be no faster
-        left, due_s = 0, math.inf
+        left, attention, due_s = 0, 0, math.inf
         for one in waiting if view.chunk is None else (*waiting, view.chunk):
             if one.deadline_s is None:
                 return math.inf
             if one.deadline_s >= now_s:
                 left += one.new_tokens
+                attention += one.new_tokens * (one.new_tokens + 2 * one.history_tokens)
                 due_s = min(due_s, one.deadline_s)
         if not left:
             return usual_s
-        token_s = usual_s / tokens  # the decodes are in it
-        spare = spare_share(self.prefills.rate, token_s, now_s)
-        return usual_s if self._knobs.slower * token_s * left <= spare * (due_s - now_s) else math.inf
+        # With the decodes, and the attention of a pass of so many tokens.
+        work_s = usual_s / tokens * left + cost.step.a_s * (attention - tokens * left)
+        spare = spare_share(self.prefills.rate, work_s / left, now_s)
+        return usual_s if self._knobs.slower * work_s <= spare * (due_s - now_s) else math.inf
 
     def on_pass(self, decision: PassDecision, view: PassView, admitted: Sequence[WaitingView], now_s: float) -> None:
         if decision.action is not Action.HOLD:

@@ -143,19 +143,18 @@ def test_traffic_is_averaged_and_forgotten() -> None:
 # -- when -------------------------------------------------------------------------------------------------------------
 
 
-def test_it_rests_after_a_change_and_judges_now_and_then() -> None:
-    policy, view = unite(judge_s=5.0, rest_s=60.0), eight()
+def test_it_judges_at_every_tick_and_rests_after_a_change() -> None:
+    policy, view = unite(rest_s=60.0), eight()
     see(policy, view, UNITED)
     assert not step(policy, view, 0.0)
     see(policy, view, ROLES)
-    assert not step(policy, view, 4.9), "judged at 0 s"
-    assert step(policy, view, 5.0)
+    assert step(policy, view, 0.25)
     see(policy, view, UNITED)
     assert not step(policy, view, 60.0)
-    assert step(policy, view, 65.0)
+    assert step(policy, view, 60.25)
     see(policy, view, ROLES)
     assert not step(policy, view, 120.0)
-    assert step(policy, view, 125.0)
+    assert step(policy, view, 120.25)
 
 
 @settings(max_examples=40, deadline=None)
@@ -202,7 +201,7 @@ def test_those_with_the_fewest_decodes_prefill_and_old_work_is_finished() -> Non
 def test_the_best_number_of_prefill_instances_is_followed_while_it_rests() -> None:
     """Arrow's flips may leave it by one."""
     over = arrow(*TARGETS_S)
-    policy, view = mode(EAGER, over, judge_s=5.0, rest_s=60.0), eight()
+    policy, view = mode(EAGER, over, rest_s=60.0), eight()
     shape = FleetShape(8, 0.9 * KV_TOKENS, *TARGETS_S)
     for now_s, traffic in ((0.0, ROLES), (5.0, (2000, 100)), (10.0, (100, 400))):
         see(policy, view, traffic)
@@ -283,7 +282,6 @@ def test_the_combination_dispatches_by_cost_while_united_and_by_roles_otherwise(
     "knobs",
     [
         {"margin": 0.9},
-        {"judge_s": -1.0},
         {"rest_s": -1.0},
         {"memory_share": 0.0},
         {"memory_share": 1.1},
