@@ -132,7 +132,7 @@ class PlaConfig:
         allowed=MILLISECONDS,
     )
     lost_fcfs_times: float = knob(
-        10.0,
+        0.0,
         "--pla-lost-fcfs-times",
         "With --pla-deadlines decide: an infeasible request is deferred for at most so many times what it would have "
         "waited first come first served, or its TTFT target where that is longer. Under overload that lasts this takes "

@@ -51,7 +51,7 @@ def test_every_field_has_a_flag_and_every_flag_a_field() -> None:
         (["--pla-long-chunk-tokens", "512"], {"long_chunk_tokens": 512}),
         (["--pla-long-max-age-ms", "3000"], {"long_max_age_ms": 3000.0}),
         (["--pla-lost-max-age-ms", "60000"], {"lost_max_age_ms": 60_000.0}),
-        (["--pla-lost-fcfs-times", "0"], {"lost_fcfs_times": 0.0}),
+        (["--pla-lost-fcfs-times", "10"], {"lost_fcfs_times": 10.0}),
         (["--pla-long-order", "fcfs"], {"long_order": "fcfs"}),
         (["--pla-mixing=allow"], {"mixing": "allow"}),
         (["--prefill-disagg", "spatial", "--pla-role", "long"], {"prefill_disagg": "spatial", "role": "long"}),
