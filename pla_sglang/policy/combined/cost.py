@@ -14,7 +14,8 @@ on an empty instance of the kind. ``loss`` is that of ``common/eviction.py``.
 
 A full instance is not left out: where it holds the prefix of a request, others would need more memory for it. It costs
 what waiting for room takes: by Little's law, used tokens are freed once in the life of an answer. Where engines run
-small prefills first, ``wait`` is only for those that are no larger (``sized_backlog.py``).
+small prefills first, ``wait``, ``room`` and ``step`` only count those that are no larger (``sized_backlog.py``): the
+others come later, and under overload some of them never.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from pla_sglang.policy.interface.fleet import FleetView, InstanceView, RequestVi
 from pla_sglang.policy.interface.step_times import StepTimes
 
 LEAST_SPARE = 0.1  # of the TPOT target, so that the cost stays finite where a device cannot keep it
+Ahead = tuple[int, int, int, int]  # prefills, their new tokens, attention, history tokens
 COMPARED = 64  # instances whose cost is worked out: in a fleet of 1,000 a decision would take 5 ms for all
 HELD_WEIGHT = 0.01  # of what caches hold, as a share of a target: so little that load decides, and all are filled
 
@@ -128,7 +130,8 @@ class InstanceCost:
 
     def predict_ttft_s(self, request: RequestView, instance: InstanceView) -> float:
         """From now until the first token."""
-        return self._wait_s(request, instance) + self._arrow.predictor.own_s(request, instance)
+        wait_s = self._wait_s(instance, self._ahead_of(request, instance))
+        return wait_s + self._arrow.predictor.own_s(request, instance)
 
     def _cost(
         self, request: RequestView, instance: InstanceView, usual: InstanceView, now_s: float, answer_tokens: float
@@ -138,22 +141,29 @@ class InstanceCost:
         work_s = predictor.curve(usual).time_s(new_tokens, request.input_tokens - new_tokens) * predictor.factor(usual)
         own_s = predictor.own_s(request, instance)
         loss_s = new_tokens * self._eviction.token_s(instance, now_s)
-        step_s = self._step_with_s(request, instance)
-        first_s = self._wait_s(request, instance) + own_s + self._room_s(new_tokens, instance, answer_tokens * step_s)
+        ahead = self._ahead_of(request, instance)
+        step_s = self._step_with_s(request, instance, ahead)
+        room_s = self._room_s(new_tokens, instance, ahead, answer_tokens * step_s)
+        first_s = self._wait_s(instance, ahead) + own_s + room_s
         first_s += knobs.work_weight * work_s + (1 + knobs.work_weight) * loss_s
         alone_s = self._alone_s(request.input_tokens, instance)
         return first_s / targets.ttft_slo_s + knobs.decode_weight * (step_s - alone_s) / self._spare_s(alone_s)
 
-    def _wait_s(self, request: RequestView, instance: InstanceView) -> float:
-        predictor = self._arrow.predictor
-        if self.backlog is None:
-            return predictor.delay_s(instance)
-        return predictor.backlog_s(instance, *self.backlog.ahead_of(request, instance))
+    def _ahead_of(self, request: RequestView, instance: InstanceView) -> Ahead:
+        """What goes before ``request`` there."""
+        if self.backlog is not None:
+            return self.backlog.ahead_of(request, instance)
+        queued = instance.queued_prefills, instance.queued_tokens
+        return *queued, instance.queued_attention, instance.queued_history_tokens
 
-    def _room_s(self, new_tokens: int, instance: InstanceView, answer_s: float) -> float:
+    def _wait_s(self, instance: InstanceView, ahead: Ahead) -> float:
+        predictor = self._arrow.predictor
+        return predictor.delay_s(instance) if self.backlog is None else predictor.backlog_s(instance, *ahead)
+
+    def _room_s(self, new_tokens: int, instance: InstanceView, ahead: Ahead, answer_s: float) -> float:
         """Until there is room for its prompt; 0 where there is. ``answer_s``: what a typical answer takes there."""
-        used = instance.kv_used_tokens
-        lacking = used + instance.queued_tokens + new_tokens - self.knobs.memory_share * instance.kv_capacity_tokens
+        used, (_, tokens_ahead, _, _) = instance.kv_used_tokens, ahead
+        lacking = used + tokens_ahead + new_tokens - self.knobs.memory_share * instance.kv_capacity_tokens
         return max(0.0, lacking) * answer_s / max(used, 1)
 
     def _alone_s(self, context_tokens: int, instance: InstanceView) -> float:
@@ -165,11 +175,11 @@ class InstanceCost:
         target_s = self._arrow.knobs.tpot_slo_s
         return max(target_s - alone_s, LEAST_SPARE * target_s)
 
-    def _step_with_s(self, request: RequestView, instance: InstanceView) -> float:
-        """Decode step once ``request`` decodes with all requests of the instance."""
-        batch = instance.requests() + 1
-        queued = instance.queued_tokens + instance.queued_history_tokens
-        tokens = instance.assigned_decode_tokens() + queued + request.input_tokens
+    def _step_with_s(self, request: RequestView, instance: InstanceView, ahead: Ahead) -> float:
+        """Decode step once ``request`` decodes with those that decode there before it."""
+        prefills, new_tokens, _, history_tokens = ahead
+        batch = instance.requests() - instance.queued_prefills + prefills + 1
+        tokens = instance.assigned_decode_tokens() + new_tokens + history_tokens + request.input_tokens
         return (instance.steps or self._steps).decode_s(batch, tokens)
 
 

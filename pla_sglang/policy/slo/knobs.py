@@ -18,8 +18,8 @@ class SloKnobs:
     Attributes:
         infeasible_age_s: so long after its arrival an infeasible request is deferred; None: deadlines do not decide.
         fcfs_times: an infeasible request is deferred for at most so many times what it would have waited in the order
-            of arrival, or its TTFT target where that is longer; 0: for its age alone (``turns.py``). Off: at the rates at
-            which stock keeps 90 % it took up to 9 points from those in time, and no value had stock's P99 TTFT.
+            of arrival, or its TTFT target where that is longer; 0: for its age alone (``turns.py``). Off: at
+            rates at which stock keeps 90 % it took up to 9 points from those in time, and had not stock's P99 TTFT.
         infeasible_times: an infeasible request counts as feasible after so many times that.
         slower: a prefill takes so many times what it would take alone, as decode steps fall between and passes end
             early for next tokens.
