@@ -262,9 +262,9 @@ def read_host(host: str) -> str:
     return str(address)
 
 
-def describe_bad_slo(where: str, value: Any) -> str:
-    """The message on a target outside of ``SLO_RANGE_MS``, in one wording for instances and the router."""
-    low, high = SLO_RANGE_MS
+def describe_bad_ms(where: str, value: Any, allowed: tuple[float, float] = SLO_RANGE_MS) -> str:
+    """The message on a target, or another time, outside of what is allowed, in one wording for instances and router."""
+    low, high = allowed
     return f"{where} must be a number of milliseconds from {low:.0f} to {high:.0f}, got {value!r}"
 
 

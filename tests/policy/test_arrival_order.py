@@ -84,6 +84,26 @@ def test_who_is_overtaken_goes_first_long_before_its_age_bound(times: float) -> 
     assert (decision.reason if times else Reason.NO_SHORT, decision.selected) == expected
 
 
+def test_the_bound_can_be_set_while_requests_wait() -> None:
+    """Who came before has its age bound alone; who comes from then on has this one."""
+    off, on = (engine_knobs(KNOBS, slo=SloKnobs(30.0, fcfs_times=times)) for times in (0.0, 3.0))
+    made = SloPolicy(off, FLAT)
+    lost = [long(NOW_S - 2.0, 900, deadline_s=NOW_S - 1.5) for _ in range(2)]
+    kept = long(NOW_S, 900, deadline_s=NOW_S + 50.0)
+    made.on_arrival(lost[0], NOW_S)
+    made.set_knobs(on)
+    for one in (lost[1], kept):
+        made.on_arrival(one, NOW_S)
+    view = pass_view([*lost, kept])
+    assert run(made, view).selected == (kept,)
+    assert [math.isinf(one.overtaken_s) for one in lost] == [True, False]
+    made.set_knobs(off)
+    made.on_arrival(new := long(NOW_S, 900, deadline_s=NOW_S - 1.5), NOW_S)
+    made.set_knobs(on)
+    run(made, pass_view([lost[0], new]))
+    assert math.isinf(new.overtaken_s), "it came while there was no bound"
+
+
 def overload(load: float, requests: int, times: float) -> tuple[list[float], list[float]]:
     """Waits for first tokens under a steady load: as the policy has it, and in the order of arrival."""
     slo = SloKnobs(infeasible_age_s=1000.0, fcfs_times=times)

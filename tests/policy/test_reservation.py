@@ -13,10 +13,12 @@ from support.temporal_scene import KNOBS, NOW_S, engine_knobs, policy
 from support.views import FLAT
 
 from pla_sglang.policy.interface.prefill import ReservationReason, WaitingView
+from pla_sglang.policy.slo.knobs import SloKnobs
 from pla_sglang.policy.slo.policy import SloPolicy
-from pla_sglang.policy.slo.reservation import OVERDUE_TURN, Reservation, ReservationOrder, reservation_view
+from pla_sglang.policy.slo.reservation import Reservation, ReservationOrder, reservation_view
 
 SLACK, UNTARGETED, FITS, PRIORITY, OVERDUE, INFEASIBLE = ReservationReason
+OVERDUE_TURN = round(1 / SloKnobs.overdue_share)  # one turn in so many is an overdue request's
 BOUND_S = 10.0  # from when on an infeasible request is overdue
 
 

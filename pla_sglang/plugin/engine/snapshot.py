@@ -11,7 +11,7 @@ from typing import Any
 
 from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS, CacheAwarePolicy
 
-from pla_sglang.common.checks import AGE_RANGE_MS, SLO_RANGE_MS, describe_bad_slo
+from pla_sglang.common.checks import AGE_RANGE_MS, SLO_RANGE_MS, describe_bad_ms
 from pla_sglang.common.errors import ConfigError
 from pla_sglang.plugin.config import PlaConfig
 from pla_sglang.plugin.engine.host import memory
@@ -29,13 +29,17 @@ AGE_KEY = "pla_age_ms"
 
 def check_slo_ms(value: Any, where: str) -> float:
     """A target given by a client, in milliseconds. Raises ConfigError (HTTP 400) naming value and range."""
-    low, high = SLO_RANGE_MS
+    return _check_ms(value, where, SLO_RANGE_MS)
+
+
+def _check_ms(value: Any, where: str, allowed: tuple[float, float]) -> float:
+    low, high = allowed
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError):
         number = float("nan")
     if isinstance(value, bool) or not low <= number <= high:
-        raise ConfigError(describe_bad_slo(where, value))
+        raise ConfigError(describe_bad_ms(where, value, allowed))
     return number
 
 
@@ -58,14 +62,7 @@ def tpot_target_s(req: Any, default_ms: float | None) -> float | None:
 
 def check_age_ms(value: Any, where: str) -> float:
     """How long a request was at its router, in milliseconds. Raises ConfigError naming value and range."""
-    low, high = AGE_RANGE_MS
-    try:
-        number = float(value)
-    except (TypeError, ValueError, OverflowError):
-        number = float("nan")
-    if isinstance(value, bool) or not low <= number <= high:
-        raise ConfigError(f"{where} must be a number of milliseconds from {low:.0f} to {high:.0f}, got {value!r:.60}")
-    return number
+    return _check_ms(value, where, AGE_RANGE_MS)
 
 
 def read_age_s(req: Any) -> float:

@@ -46,9 +46,18 @@ class Deadlines:
         self.stamp += 1
 
     @property
+    def knobs(self) -> SloKnobs:
+        return self._knobs
+
+    @property
     def decides(self) -> bool:
         """Deadlines decide; else they are only known."""
         return self._knobs.infeasible_age_s is not None
+
+    @property
+    def bounds_deferral(self) -> bool:
+        """Deferrals end by the order of arrival (``turns.py``)."""
+        return self.decides and self._knobs.fcfs_times > 0
 
     @property
     def deferral_s(self) -> float:
@@ -154,11 +163,10 @@ class Deadlines:
 
     def overtaken_s(self, view: WaitingView, now_s: float) -> float:
         """Until when it may be deferred, where in the order of arrival it would start now."""
-        knobs = self._knobs
-        if knobs.infeasible_age_s is None or knobs.fcfs_times == 0 or view.deadline_s is None:
+        if not self.bounds_deferral or view.deadline_s is None:
             return math.inf
         first_token_s = max(view.deadline_s, now_s + self.service_s(view))
-        return view.arrival_s + knobs.fcfs_times * (first_token_s - view.arrival_s)
+        return view.arrival_s + self._knobs.fcfs_times * (first_token_s - view.arrival_s)
 
     def keep(self, views: Sequence[WaitingView], now_s: float) -> list[WaitingView]:
         """Those that are not deferred, in their order. Their latest starts are known (``DeadlineQueues``)."""

@@ -20,6 +20,8 @@ class SloKnobs:
         fcfs_times: an infeasible request is deferred for at most so many times what it would have waited in the order
             of arrival, or its TTFT target where that is longer; 0: for its age alone (``turns.py``). Off: at
             rates at which stock keeps 90 % it took up to 9 points from those in time, and had not stock's P99 TTFT.
+        passed_share: of its slack at its arrival; so long those that need less KV cache pass a request that has no room
+            for what comes from elsewhere. With 0.5 some that were passed were late where nobody else is (azure_conv).
         infeasible_times: an infeasible request counts as feasible after so many times that.
         slower: a prefill takes so many times what it would take alone, as decode steps fall between and passes end
             early for next tokens.
@@ -39,6 +41,7 @@ class SloKnobs:
 
     infeasible_age_s: float | None = knob(None, allowed=Range(0, above=True))
     fcfs_times: float = knob(0.0, allowed=Range(0))
+    passed_share: float = knob(0.25, allowed=Range(0, 1))
     infeasible_times: float = knob(20.0, allowed=Range(1))
     slower: float = knob(1.2, allowed=Range(0, above=True))
     most_planned: int = knob(128, allowed=Range(0))

@@ -73,6 +73,8 @@ class SloPolicy(TemporalPolicy):
         self.long_prompts.set_slo(knobs.slo)
         super().set_knobs(knobs)
         self.deadlines.set(knobs.long_prompts, knobs.slo, self.model)
+        if not self.deadlines.bounds_deferral:
+            self._arrivals = ArrivalOrder()
 
     def set_model(self, model: StepModel) -> None:
         super().set_model(model)
@@ -80,7 +82,8 @@ class SloPolicy(TemporalPolicy):
 
     def on_arrival(self, view: WaitingView, now_s: float) -> None:
         super().on_arrival(view, now_s)
-        self._arrivals.on_arrival(view)
+        if self.deadlines.bounds_deferral:
+            self._arrivals.on_arrival(view)
 
     def on_pass(self, decision: PassDecision, view: PassView, admitted: Sequence[WaitingView], now_s: float) -> None:
         super().on_pass(decision, view, admitted, now_s)
@@ -94,6 +97,11 @@ class SloPolicy(TemporalPolicy):
                 bound_s = self.knobs.slo.deferral_s(self.knobs.long_prompts)
                 share = share_of(self._list_overdue(view, now_s), self.model, bound_s, self.knobs.slo)
             self.overdue.note(contents_of_parts(parts_of(decision, view, admitted)).step_s(self.model), share=share)
+        if self.deadlines.bounds_deferral:
+            self._note_turns(view, admitted, now_s)
+
+    def _note_turns(self, view: PassView, admitted: Sequence[WaitingView], now_s: float) -> None:
+        """Whose turn has come in the order of arrival knows from now on until when it may be deferred."""
         started = sum(one is not view.chunk for one in admitted)
         for one in self._arrivals.on_pass(started, self._queued - started):
             one.overtaken_s = self.deadlines.overtaken_s(one, now_s)

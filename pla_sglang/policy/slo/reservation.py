@@ -5,11 +5,11 @@ still, that is until its next token is due; of a new one, until its first token 
 elsewhere is not known here: the prompt may be in a prefix cache there. So only who is late even then is *infeasible*.
 
 1. Requests of a better priority go first (PRIORITY, where that passes one with less slack).
-2. Then who is overdue, in every ``OVERDUE_TURN``th turn (OVERDUE).
+2. Then who is overdue, in a share of the turns, ``SloKnobs.overdue_share`` (OVERDUE).
 3. Then the least slack (SLACK). A request without a target is due its bound after its arrival (UNTARGETED).
 4. Then infeasible ones, in order of arrival (INFEASIBLE). They are overdue after the bound of ``slo/deadlines.py``.
-5. Who has no room is passed by those that need less KV cache (FITS), until ``PASSED_SHARE`` of its slack at its arrival
-   is over. From then on what becomes free is kept for it.
+5. Who has no room is passed by those that need less KV cache (FITS), until ``SloKnobs.passed_share`` of its slack at
+   its arrival is over. From then on what becomes free is kept for it.
 
 Where nobody has a target, and while deadlines do not decide, it is first come, first served.
 """
@@ -22,9 +22,6 @@ from typing import NamedTuple
 
 from pla_sglang.policy.interface.prefill import ReservationReason, WaitingView
 from pla_sglang.policy.slo.deadlines import Deadlines
-
-OVERDUE_TURN = 20  # as many turns go to overdue requests as prefill time does, 5 % (``SloKnobs.overdue_share``)
-PASSED_SHARE = 0.25  # of its slack; with half, some at the head were late where nobody is else (azure_conv)
 
 
 class Reservation(NamedTuple):
@@ -74,7 +71,7 @@ class ReservationOrder:
         due_s = {id(view): self._find_due_s(view) for view in waiting}
         kept = {id(view) for view in deadlines.keep(waiting, now_s)}
         first = None
-        if kept and self._turns >= OVERDUE_TURN - 1:
+        if kept and (self._turns + 1) * deadlines.knobs.overdue_share >= 1:
             overdue = deadlines.list_overdue([view for view in waiting if id(view) not in kept], now_s)
             first = min(overdue, key=lambda view: view.arrival_s, default=None)
         ahead = [] if first is None else [Reservation(first, _OVERDUE, due_s[id(first)])]
@@ -106,11 +103,11 @@ class ReservationOrder:
                 break  # with as much as the first it has no room either, and some is kept for it
         return passing
 
-    @staticmethod
-    def _may_be_passed(turn: Reservation, now_s: float) -> bool:
+    def _may_be_passed(self, turn: Reservation, now_s: float) -> bool:
         if turn.reason in (_OVERDUE, _INFEASIBLE):
             return False
-        return now_s - turn.view.arrival_s < PASSED_SHARE * (turn.due_s - turn.view.arrival_s)
+        passed_s = self._deadlines.knobs.passed_share * (turn.due_s - turn.view.arrival_s)
+        return now_s - turn.view.arrival_s < passed_s
 
     def note(self, reason: ReservationReason) -> None:
         """A request has got its room in this turn."""

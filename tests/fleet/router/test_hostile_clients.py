@@ -12,7 +12,7 @@ import pytest
 from fake_sglang import Script
 from support.relays import read_answer, request_bytes, setting
 
-from pla_sglang.common.checks import describe_bad_slo
+from pla_sglang.common.checks import describe_bad_ms
 from pla_sglang.fleet.router.config import RelayConfig
 from pla_sglang.fleet.router.http import json_body
 from pla_sglang.fleet.router.http.head import BadMessage, RequestHead
@@ -280,7 +280,7 @@ async def test_a_target_is_written_in_digits(value: str) -> None:
 async def test_a_bad_target_is_refused_in_the_words_of_an_instance() -> None:
     async with setting("unified") as here:
         answer = await here.ask(ASK, headers={"x-slo-ttft-ms": "soon"})
-        assert answer.error["message"] == describe_bad_slo("header x-slo-ttft-ms", "soon")
+        assert answer.error["message"] == describe_bad_ms("header x-slo-ttft-ms", "soon")
         assert answer.error["message"].endswith("a number of milliseconds from 1 to 3600000, got 'soon'")
 
 

@@ -9,7 +9,7 @@ import random
 import re
 from collections.abc import Callable
 
-from pla_sglang.common.checks import AGE_HEADER, AGE_RANGE_MS, SLO_RANGE_MS, describe_bad_slo
+from pla_sglang.common.checks import AGE_HEADER, AGE_RANGE_MS, SLO_RANGE_MS, describe_bad_ms
 from pla_sglang.fleet.reserved import ROUTER_KEY_HEADER
 from pla_sglang.fleet.router.http.head import HOP_HEADERS, BadMessage, RequestHead
 from pla_sglang.fleet.router.http.json_body import Body, with_rid
@@ -114,7 +114,7 @@ def _slo_reader(attribute: str) -> Callable[[RequestHeaders, str, bytes], None]:
         number = float(value) if _NUMBER.fullmatch(value) else math.nan
         if not low <= number <= high:
             shown = value[:40].decode("latin-1")
-            raise BadMessage("slo", describe_bad_slo(f"header {name}", shown))
+            raise BadMessage("slo", describe_bad_ms(f"header {name}", shown))
         setattr(headers, attribute, number)
 
     return read
