@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from bench.harness.replay import name_prefixes, plan
 from bench.harness.steps import NoStepError, Row, Steps
 from bench.lab import agent_sessions
 from bench.lab.agent_sessions import HIT_ERROR, HIT_RATE, JOB_P50_S, STOCK_ARMS, figures_of, sessions_of
+from bench.lab.best_stock import finite
 from bench.lab.cells import data_folder
 from bench.lab.highest_rate import SETTINGS, Contest, LiveArm, Options, ratio_of
 from bench.lab.named_workloads import Workload
@@ -88,10 +88,6 @@ class SessionContest(Contest):
         for figure in (HIT_RATE, HIT_ERROR):
             shown |= {f"live_{figure}": shown.pop(figure, None), f"sim_{figure}": simulated[figure]}
         return shown
-
-
-def finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 def load_sessions(options: Options) -> Workload:

@@ -140,10 +140,10 @@ def finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def worse_of(rows: Sequence[Row]) -> dict[str, float | None]:
+def worse_of(rows: Sequence[Row], figures: Sequence[str] = FIGURES) -> dict[str, float | None]:
     """Of several runs, by figure; None where one of them has none."""
     worse: dict[str, float | None] = {}
-    for figure in FIGURES:
+    for figure in figures:
         values = [row[figure] for row in rows if row.get(figure) is not None]
         worse[figure] = (min if figure == ATTAINMENT else max)(values) if len(values) == len(rows) else None
     return worse

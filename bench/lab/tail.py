@@ -19,7 +19,7 @@ from bench.harness.bench import Result, is_complete
 from bench.harness.report import Cells, emit, environment, markdown, number, show
 from bench.harness.steps import NoStepError, Row
 from bench.lab import cells
-from bench.lab.best_stock import ATTAINMENT, FRONTIER, LATE, LATE_TIMES, TTFT_P99_S, finite, part_of
+from bench.lab.best_stock import ATTAINMENT, FRONTIER, LATE, LATE_TIMES, TTFT_P99_S, finite, part_of, worse_of
 from bench.lab.cells import data_folder
 from bench.lab.named_workloads import available
 from bench.lab.stock_frontier import STOCK, Limit, read_limits
@@ -29,6 +29,7 @@ from pla_sglang.sim.core.experiment import run_experiment
 from pla_sglang.sim.core.fleet_arms import INSTANCES, OURS, FleetArm, client_limit_tokens
 from pla_sglang.sim.metrics.goodput import late_share
 
+FIGURES = (ATTAINMENT, TTFT_P99_S, LATE)
 OFF, BOUND = 0.0, 10.0  # a tenth of what can be served is what the second may take
 
 
@@ -75,15 +76,6 @@ def cells_of(limit: Limit, values: Sequence[float], runs: int, folder: Path | No
     whole = Cell(limit.workload, best.arm, best.rate_per_s, limit.span_s, 0, folder)
     arms = {STOCK: whole} | {f"{one:g}": dataclasses.replace(whole, arm=OURS, fcfs_times=one) for one in values}
     return {name: [dataclasses.replace(cell, run=run) for run in range(runs)] for name, cell in arms.items()}
-
-
-def worse_of(rows: Sequence[Row]) -> Row:
-    """Of several runs, by figure; None where one of them has none."""
-    columns = {figure: [row[figure] for row in rows] for figure in (ATTAINMENT, TTFT_P99_S, LATE)}
-    return {
-        figure: None if None in column else (min if figure == ATTAINMENT else max)(column)
-        for figure, column in columns.items()
-    }
 
 
 def table(result: Mapping[str, Any]) -> Cells:
@@ -153,7 +145,9 @@ def run(options: argparse.Namespace) -> int:
                 "rate_per_s": limits[name, target].best.rate_per_s,
                 "span_s": limits[name, target].span_s,
                 "stock_arm": limits[name, target].best.arm.name,
-                "figures": {arm: worse_of([measured[cell.key] for cell in runs]) for arm, runs in of_one.items()},
+                "figures": {
+                    arm: worse_of([measured[cell.key] for cell in runs], FIGURES) for arm, runs in of_one.items()
+                },
             }
             for (name, target), of_one in wanted.items()
         ],
