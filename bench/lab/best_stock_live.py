@@ -118,7 +118,7 @@ def page(result: Result) -> str:
     return "\n\n".join([*parts, highest_rate.conditions(result, result["profile"])])
 
 
-PAGES = {"best_stock_live": page}
+PAGES = {"best_stock_live": page, "best_stock_live_99": page, "best_stock_live_tight": page}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
