@@ -86,16 +86,8 @@ class FailureKind(enum.IntEnum):
     BROKEN = 6  # connection ended behind the head of an answer: it may be the request, so its health is to be checked
 
 
-class RetryReason(enum.IntEnum):
-    """Why a relay asks again for a request."""
-
-    NOT_SENT = 0  # an instance could not be reached, so no byte was sent to any
-    TRANSFER_FAILED = 1  # the KV did not get to decode; both instances have answered and hold nothing
-    INSTANCE_FULL = 2  # an instance refused it for load, before it did anything; all instances hold nothing
-
-
-class MoveKind(enum.IntEnum):
-    """How a request goes on."""
+class Cause(enum.IntEnum):
+    """Why an attempt is over before the answer is, and so the cause of the next one."""
 
     label: str
 
@@ -104,20 +96,14 @@ class MoveKind(enum.IntEnum):
         member._value_, member.label = number, label
         return member
 
-    PULL = 1, "pull"  # another instance receives the KV of the paused request
-    REDO = 2, "redo"  # another instance computes prompt and answer so far again
-
-
-class LossReason(enum.IntEnum):
-    """Why a hop is over before its answer is."""
-
-    DEAD = 0  # its instance was lost after the request was sent
-    NOT_SENT = 1  # no connection to its instance
-    FULL = 2  # its instance refused it for load, before it did anything
-    REFUSED = 3  # its instance answered with another error, before its first event
-    RESUMED = 4  # the former hop, which was held, has gone on by itself
-    BROKEN = 5  # its connection ended behind the head of its answer: its instance may be well
-    ABORTED = 6  # its instance has given it up: nobody had ordered that, nor had the request caused it
+    NOT_SENT = 0, "not_sent"  # an instance could not be reached, so no byte was sent to any
+    TRANSFER_FAILED = 1, "transfer_failed"  # the KV did not get to decode; both instances hold nothing
+    FULL = 2, "full"  # its instance refused it for load, before it did anything
+    LOST = 3, "lost"  # its instance was lost after the request was sent
+    BROKEN = 4, "broken"  # its connection ended behind the head of its answer: its instance may be well
+    ABORTED = 5, "aborted"  # its instance has given it up: nobody had ordered that, nor had the request caused it
+    REFUSED = 6, "refused"  # its instance answered with another error, before its first event
+    RESUMED = 7, "resumed"  # the attempt before, which was held, has gone on by itself
 
 
 class PromptDetail(enum.IntEnum):

@@ -1,44 +1,39 @@
 """Messages between relays and the control plane (msgspec, as arrays: field order is part of the format).
 
-Order of a request's messages, all from the relay that holds the client's connection unless said otherwise:
+A request is a list of *attempts*: stays at an instance, or at a prefill and a decode instance. The control plane
+numbers them from 1 on, and no number comes twice. Order of a request's messages, all from the relay that holds the
+client's connection unless said otherwise:
 
     Ask  ->  Assign | Refuse   (from control, at once or later)
          ->  Progress ...      (SENT, then PREFILL_DONE, FIRST_TOKEN as they happen)
-         ->  Ended             (exactly once for every Ask, whatever happened, also where the answer was Refuse)
+         ->  Completed         (exactly once for every request, whatever happened, also where the answer was Refuse)
 
-A *hop* is one stay of a request at its instances; the first is that of its Assign. With ``--migration on``:
+Where an attempt is over before the answer is, the relay asks again: the same question, with what has become of the
+attempt (``Ask.over``). The next one begins behind what the client has of the answer.
 
-         ->  Lost              (the hop is over before the answer is)
-    Continue | End             (from control: where it goes on, if anywhere)
-         ->  Joined            (the next hop is the answer from here on)
+A request that runs is moved: the control plane holds it at its instance, and then
 
-A request that runs is moved: control holds it at its instance, and then
+    Assign(held_tokens)        (from control: the next attempt is tried while the present one is held)
+         ->  Progress(FIRST_TOKEN) of it: the answer comes from there from here on
+          |  Dropped: nothing comes of it, and the present one goes on
 
-    Continue(pull)             (from control)
-         ->  Joined | Lost     (of the hop that Continue has named; after Lost the present one goes on)
-
-A relay may Ask again for the same rid (``attempt`` + 1) when it is certain that no instance holds anything of the
-request (any more) and its client has not received a byte; ``retry_reason`` says why. The control plane then rolls the
-former Assign back and forgets its Progress. An ``Abort`` from control may cross ``Completed``: the relay ignores it.
-
-Times ``*_s`` are CLOCK_MONOTONIC seconds, the same clock for all processes of a machine.
+An ``Abort`` from control may cross ``Completed``: the relay ignores it. Times ``*_s`` are CLOCK_MONOTONIC seconds, the
+same clock for all processes of a machine.
 """
 
 from __future__ import annotations
 
 import msgspec
 
+from pla_sglang.fleet.router.wire.codes import Cause as Cause
 from pla_sglang.fleet.router.wire.codes import Endpoint as Endpoint
 from pla_sglang.fleet.router.wire.codes import FailureKind as FailureKind
 from pla_sglang.fleet.router.wire.codes import Leg as Leg
-from pla_sglang.fleet.router.wire.codes import LossReason as LossReason
 from pla_sglang.fleet.router.wire.codes import Milestone as Milestone
-from pla_sglang.fleet.router.wire.codes import MoveKind as MoveKind
 from pla_sglang.fleet.router.wire.codes import Outcome as Outcome
 from pla_sglang.fleet.router.wire.codes import PromptDetail as PromptDetail
-from pla_sglang.fleet.router.wire.codes import RetryReason as RetryReason
 
-PROTOCOL = 15  # raised with every change of a message; sides that disagree refuse each other
+PROTOCOL = 16  # raised with every change of a message; sides that disagree refuse each other
 
 
 # -- relay to control --------------------------------------------------------------------------------------------------
@@ -48,11 +43,35 @@ class Message(msgspec.Struct, array_like=True, tag=True, frozen=True, gc=False):
     """Base of all messages: an array whose first item is the name of the class."""
 
 
-class Ask(Message, frozen=True):
-    """A request that wants to be dispatched.
+class Over(Message, frozen=True):
+    """An attempt that is over before the answer is, and what the next one must know of all before it.
 
     Attributes:
-        rid: unique; given by the client in the body, else by the relay. Also the rid at the instances.
+        attempt: its number.
+        shown: the client has got something of the answer, be it only its first event without a token.
+        delivered_tokens: of the answer, that the client has.
+        lost_with: instances that were lost while the request ran there, the last one included.
+        refused_by: instances that refused it for load; the last one's answer is kept for the client.
+        avoid: instances that could not be reached, or answered the request with another error.
+        detail: for people.
+    """
+
+    attempt: int
+    cause: Cause
+    at_s: float
+    shown: bool = False
+    delivered_tokens: int = 0
+    lost_with: tuple[int, ...] = ()
+    refused_by: tuple[int, ...] = ()
+    avoid: tuple[int, ...] = ()
+    detail: str = ""
+
+
+class Ask(Message, frozen=True):
+    """Where does a request go? Said again where a control plane has started that may not know it.
+
+    Attributes:
+        rid: unique; given by the client in the body, else by the relay. Instances know it as ``rids`` says.
         relay: number of the relay, from 0.
         arrived_s: when the head of the request was complete.
         body_bytes: size of the body.
@@ -67,11 +86,7 @@ class Ask(Message, frozen=True):
         trace: W3C ``traceparent`` that goes to the instances.
         parent: makes the span that ``trace`` names the router's own: the id of the client's span, of which it is a
             child, or "" where it begins the trace. None: the router makes no span of this request.
-        attempt: 1, or how many Asks there were for this rid.
-        excluded: instances that a former attempt could not connect to.
-        refused_by: instances that refused a former attempt for load; the last one's answer is kept for the client.
-        reached: former attempts that instances got; each has another id there (``rids.rid_at_instance``).
-        retry_reason, detail: of an ``attempt`` above 1: why the former one is over, as a code and for people.
+        over: what has become of the last attempt; None: there was none.
         body: the JSON body, with PromptDetail.BODY only.
         rids: the client's own names for the prompts of a batch, under which instances know them.
         adapter: the LoRA adapter that it names.
@@ -95,61 +110,39 @@ class Ask(Message, frozen=True):
     tenant: str | None = None
     session: str | None = None
     trace: str = ""
-    attempt: int = 1
-    excluded: tuple[int, ...] = ()
-    reached: int = 0
-    retry_reason: RetryReason = RetryReason.NOT_SENT
-    detail: str = ""
     body: bytes | None = None
     parent: str | None = None
     rids: tuple[str, ...] = ()
-    refused_by: tuple[int, ...] = ()
     answer_tokens: int | None = None
     adapter: str | None = None
     continues_session: bool = False
+    over: Over | None = None
 
 
 class Progress(Message, frozen=True):
-    """A request has reached a milestone. ``movable``: its stream carries its token ids, and can go on elsewhere."""
+    """An attempt has reached a milestone.
+
+    Attributes:
+        movable: with FIRST_TOKEN: the stream carries its token ids, and can go on elsewhere.
+        gap_s: with the FIRST_TOKEN of an attempt that goes on with an answer: since the last of what the client has.
+    """
 
     rid: str
     milestone: Milestone
     at_s: float
     movable: bool = False
+    attempt: int = 1
+    gap_s: float | None = None
 
 
-class Lost(Message, frozen=True):
-    """A hop is over and the answer is not: where does it go on? Said again to a control plane that has just started.
-
-    Of a hop beyond the present one: it has come to nothing, and the present one goes on.
-
-    Attributes:
-        hop: counts from 1.
-        tokens: of the answer, that the client has; 0 also where it has nothing at all.
-        why, detail: as a code and for people.
-        shown: the client has got something of the answer, be it only its first event without a token.
-        killed: instances that were lost with this request, the last one included.
-        avoided: instances that could not be reached or have refused this request.
-    """
+class Dropped(Message, frozen=True):
+    """Nothing comes of the attempt that was to take a held request over; the present one goes on."""
 
     rid: str
-    hop: int
-    tokens: int
-    why: LossReason
+    attempt: int
+    cause: Cause
     at_s: float
-    shown: bool = False
-    killed: tuple[int, ...] = ()
-    avoided: tuple[int, ...] = ()
     detail: str = ""
-
-
-class Joined(Message, frozen=True):
-    """The first event of a hop beyond the first is there. ``gap_s``: since the client has got the event before it."""
-
-    rid: str
-    hop: int
-    at_s: float
-    gap_s: float
 
 
 class Completed(Message, frozen=True):
@@ -195,26 +188,30 @@ class OpenRequest(Message, frozen=True):
     """A request that is dispatched and open, as told to a control plane that has just started.
 
     Attributes:
-        assign: of the present hop, or of the last one where it is ``lost`` and no next one is known.
-        hop, tokens: as in ``Lost``.
-        lost: a ``Lost`` for this hop is without answer, and follows again.
+        assign, progress: of the present attempt.
+        delivered_tokens: of the answer, that the client had when that attempt began.
+        last_attempt: the highest number that the relay has seen.
     """
 
     ask: Ask
     assign: Assign
     progress: tuple[Progress, ...]
-    hop: int = 1
-    tokens: int = 0
-    lost: bool = False
+    delivered_tokens: int = 0
+    last_attempt: int = 1
 
 
 class Hello(Message, frozen=True):
-    """First message to a control plane, again whenever its ``epoch`` changes. ``open`` is complete."""
+    """First message to a control plane, again whenever its ``epoch`` changes.
+
+    ``open`` and ``asking`` are all requests of the relay: those that are dispatched, and the ids of those whose
+    question is not answered; it follows again.
+    """
 
     relay: int
     protocol: int
     pid: int
     open: tuple[OpenRequest, ...] = ()
+    asking: tuple[str, ...] = ()
 
 
 class RelayReport(Message, frozen=True):
@@ -294,13 +291,18 @@ class Heartbeat(Message, frozen=True):
 
 
 class Assign(Message, frozen=True):
-    """Where a request goes.
+    """Where a request goes, or goes on.
 
     Attributes:
+        attempt: its number, above that of all before.
         decode: the instance that answers the client; a unified instance where ``prefill`` is None.
-        prefill: instance of the prefill part; None: one leg.
-        bootstrap_host, bootstrap_port, bootstrap_room: go into both bodies of a pair. SGLang gives each prompt of a
-            batch the next room, so rooms of two requests must be further apart than the largest batch.
+        prefill: instance of the prefill part, or where the request is held whose KV cache is pulled; None: one leg,
+            which computes all.
+        bootstrap_host, bootstrap_port, bootstrap_room: of ``prefill``; they go into both bodies of a pair. SGLang gives
+            each prompt of a batch the next room, so rooms of two requests must be further apart than the largest batch.
+        reason: why there.
+        held_tokens: the request runs and is held behind so many tokens of its answer: the relay waits until it has them
+            and tries this attempt beside the present one. None: there is no present one.
     """
 
     rid: str
@@ -311,60 +313,28 @@ class Assign(Message, frozen=True):
     bootstrap_port: int = 0
     bootstrap_room: int = 0
     reason: str = ""
+    held_tokens: int | None = None
 
 
 class Refuse(Message, frozen=True):
-    """The request is answered here: 429 with Retry-After under hard limits, 503 while nobody is ready.
+    """No (other) instance gets the request: 429 with Retry-After under hard limits, 503 while nobody is ready.
 
-    ``code`` is the error's type in the JSON answer; ``message`` is for people.
+    It ends as it would have without another attempt. ``code`` is the error's type in the JSON answer; ``message`` is
+    for people. ``over``: number of the attempt that the question named; 0: none.
     """
 
     rid: str
-    attempt: int
     status: int
     code: str
     message: str
     retry_after_s: float | None = None
-
-
-class Continue(Message, frozen=True):
-    """Where and how a request goes on: the next hop.
-
-    Attributes:
-        hop: its number; above that of the present one.
-        target: the instance that goes on.
-        reached: as in ``Ask``: under which id it goes on there.
-        reason: why there, as in ``Assign``.
-        tokens: of the answer, that the request is held behind: the relay waits until it has them.
-        source: where it is held, of one that moves.
-        bootstrap_host, bootstrap_port, bootstrap_room: of that, and the room, where its KV cache is pulled.
-    """
-
-    rid: str
-    hop: int
-    target: int
-    how: MoveKind
-    reached: int
-    reason: str = ""
-    tokens: int = 0
-    source: int | None = None
-    bootstrap_host: str = ""
-    bootstrap_port: int = 0
-    bootstrap_room: int = 0
-
-
-class NoNextHop(Message, frozen=True):
-    """There is no next hop behind ``hop``; the request ends as if it could not move. ``message``: why, for people."""
-
-    rid: str
-    hop: int
-    message: str
+    over: int = 0
 
 
 class Abort(Message, frozen=True):
     """End an open request now: free both instances, answer the client with ``status`` or break its stream.
 
-    ``worker``: the instance that is dead, where that is why: a request that can go on elsewhere is ``Lost`` instead.
+    ``worker``: the instance that is dead, where that is why: a request that can go on elsewhere asks where, instead.
     ``silent``: it says nothing and may be alive: a request that cannot go on elsewhere, or gets something, stays there.
     """
 
@@ -386,5 +356,5 @@ class AdminResponse(Message, frozen=True):
 
 HEARTBEAT_INTERVAL_S = 0.25
 
-FromRelay = Ask | Progress | Lost | Joined | Completed | Failure | Hello | RelayReport | AdminAsk
-FromControl = Table | Heartbeat | Assign | Refuse | Continue | NoNextHop | Abort | AdminResponse
+FromRelay = Ask | Progress | Dropped | Completed | Failure | Hello | RelayReport | AdminAsk
+FromControl = Table | Heartbeat | Assign | Refuse | Abort | AdminResponse

@@ -1,0 +1,123 @@
+"""May another attempt of a request follow? One table, for relays and the control plane. Pure.
+
+A relay asks only where the table allows it; the control plane then says where, or that nobody is left. Rows: why the
+attempt is over (``Cause``). For each: which requests may go on, depending on what their client has; how often; what the
+client gets otherwise; and what it says of the instance. docs/reference/attempts.md shows it, and a test compares.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from pla_sglang.fleet.router.config import RelayConfig
+from pla_sglang.fleet.router.wire.codes import Cause
+
+
+class Who(enum.Enum):
+    """Which requests may have another attempt."""
+
+    ALL = "all"
+    SINGLE = "one prompt, one answer"  # a batch may run on in part
+    MOVABLE = "movable"  # with --migration on; its body is kept, and a stream that has begun says its token ids
+    NONE = "none"
+
+
+class Evidence(enum.Enum):
+    """What the end of an attempt says of its instance."""
+
+    COUNTS = "its breaker counts it"
+    CHECKED = "a health check decides"  # it may have been the request
+    NOTHING = "nothing"
+
+
+class Rule(NamedTuple):
+    """One row.
+
+    Attributes:
+        unshown, shown: who may go on while the client has got nothing, and when it has got something.
+        limit: attempts of a request that may be over for this cause, by the name of the limit.
+        status, code, text: what the client gets otherwise, before what the instance has said; it gets the instance's own
+            answer where there is no code.
+    """
+
+    unshown: Who
+    shown: Who
+    limit: str
+    evidence: Evidence
+    status: int
+    code: str
+    text: str
+
+
+# What was running at the end of as many instances is sent to no other one, whatever ended them.
+LOST_LIMIT, MOST_LOST = "instances lost", 2
+CONNECT, TRANSFER, FULL = "--connect-attempts", "--transfer-attempts", "--full-attempts"
+_LOST = "the instance that worked on this is lost"
+
+RULES: Mapping[Cause, Rule] = {
+    Cause.NOT_SENT: Rule(
+        Who.ALL, Who.MOVABLE, CONNECT, Evidence.COUNTS, 502, "upstream_unreachable", "no instance could be reached"
+    ),
+    Cause.TRANSFER_FAILED: Rule(
+        Who.ALL,
+        Who.NONE,
+        TRANSFER,
+        Evidence.NOTHING,
+        502,
+        "transfer_failed",
+        "the KV transfer from prefill to decode failed",
+    ),
+    Cause.FULL: Rule(Who.SINGLE, Who.MOVABLE, FULL, Evidence.NOTHING, 503, "", ""),
+    Cause.LOST: Rule(Who.MOVABLE, Who.MOVABLE, LOST_LIMIT, Evidence.COUNTS, 502, "upstream_lost", _LOST),
+    Cause.BROKEN: Rule(
+        Who.MOVABLE,
+        Who.MOVABLE,
+        LOST_LIMIT,
+        Evidence.CHECKED,
+        502,
+        "upstream_broke_off",
+        "the instance has broken off its answer to this request",
+    ),
+    Cause.ABORTED: Rule(
+        Who.MOVABLE,
+        Who.MOVABLE,
+        LOST_LIMIT,
+        Evidence.CHECKED,
+        502,
+        "upstream_aborted",
+        "the instance has given this request up",
+    ),
+    Cause.REFUSED: Rule(Who.NONE, Who.NONE, LOST_LIMIT, Evidence.CHECKED, 502, "upstream_lost", _LOST),
+    Cause.RESUMED: Rule(Who.NONE, Who.NONE, LOST_LIMIT, Evidence.NOTHING, 502, "upstream_lost", _LOST),
+}
+
+
+def may_follow(
+    cause: Cause, times: Mapping[Cause, int], config: RelayConfig, *, shown: bool, single: bool, movable: bool
+) -> bool:
+    """True if a request whose attempt is over for ``cause`` may have another one.
+
+    Args:
+        times: how many attempts of the request were over before, by cause.
+        shown: its client has got something of the answer.
+        single: it has one prompt and one answer.
+        movable: as ``Who.MOVABLE`` wants it, with what the client has got.
+    """
+    rule = RULES[cause]
+    who = rule.shown if shown else rule.unshown
+    if who is Who.NONE or (who is Who.SINGLE and not single) or (who is Who.MOVABLE and not movable):
+        return False
+    over = sum(count for other, count in times.items() if RULES[other].limit == rule.limit)
+    return over + 1 < find_most(rule.limit, config)
+
+
+def find_most(limit: str, config: RelayConfig) -> int:
+    """How many attempts the limit of this name allows."""
+    return {
+        CONNECT: config.connect_attempts,
+        TRANSFER: config.transfer_attempts,
+        FULL: config.full_attempts,
+        LOST_LIMIT: MOST_LOST,
+    }[limit]
