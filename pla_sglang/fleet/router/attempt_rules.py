@@ -38,8 +38,8 @@ class Rule(NamedTuple):
     Attributes:
         unshown, shown: who may go on while the client has got nothing, and when it has got something.
         limit: attempts of a request that may be over for this cause, by the name of the limit.
-        status, code, text: what the client gets otherwise, before what the instance has said; it gets the instance's own
-            answer where there is no code.
+        status, code, text: what the client gets otherwise, before what the instance has said. Without a code it gets
+            the instance's own answer.
     """
 
     unshown: Who

@@ -189,7 +189,7 @@ class OpenRequest(Message, frozen=True):
 
     Attributes:
         assign, progress: of the present attempt.
-        delivered_tokens: of the answer, that the client had when that attempt began.
+        delivered_tokens: of the answer, that the client has.
         last_attempt: the highest number that the relay has seen.
     """
 
