@@ -1,6 +1,7 @@
 """The control plane: puts the parts together, keeps the clock, and talks to relays. One event loop.
 
-relays ──► on_message ──► RequestDispatcher (requests) ──► PairRunner ──► policy
+relays ──► on_message ──► RequestDispatcher (where to?) ──► PairRunner ──► policy
+                     └──► RequestEvents (what became of it)
 instances ──► InstanceMonitor (health, telemetry) ──► WorkerTable, LoadTracker ──► FleetView
 operators ──► AdminRoutes
 """
@@ -18,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 from pla_sglang.common.errors import ConfigError
 from pla_sglang.fleet.router.control.admin import AdminRoutes
 from pla_sglang.fleet.router.control.drains import Drains
-from pla_sglang.fleet.router.control.failover import Failover
 from pla_sglang.fleet.router.control.failure_intake import FailureIntake
 from pla_sglang.fleet.router.control.gauges import gauges, state_of
 from pla_sglang.fleet.router.control.knobs import ControlKnobs
@@ -28,6 +28,7 @@ from pla_sglang.fleet.router.control.observability.series import RouterSeries
 from pla_sglang.fleet.router.control.policy_setup import LivePolicy
 from pla_sglang.fleet.router.control.relay_ports import RelayPorts
 from pla_sglang.fleet.router.control.request_dispatcher import RequestDispatcher
+from pla_sglang.fleet.router.control.request_events import RequestEvents
 from pla_sglang.fleet.router.control.requests.moves import MoveOrders
 from pla_sglang.fleet.router.control.requests.prompts import load_tokenizer
 from pla_sglang.fleet.router.control.requests.running_requests import RunningRequests
@@ -108,10 +109,10 @@ class ControlPlane:
             send_message=self._relays.send_message,
             order_abort=self._monitor.abort,
         )
-        self._failover = Failover(
+        self._events = RequestEvents(
             self.dispatcher, send_message=self._relays.send_message, order_abort=self._monitor.abort
         )
-        self._silence = SilenceWatch(health, self.policy, self._failover)
+        self._silence = SilenceWatch(self.dispatcher, send_message=self._relays.send_message)
         self.migration = self._make_migration()
         self._late = LatePlacement(self.dispatcher, self.migration)
         self._drains = Drains(self.dispatcher, self.migration, clock=clock)
@@ -209,7 +210,7 @@ class ControlPlane:
 
     def detach_relay(self, relay: int) -> None:
         self._relays.detach_relay(relay)
-        self.dispatcher.on_relay_lost(relay, self._clock())
+        self._events.on_relay_lost(relay, self._clock())
 
     def on_message(self, message: m.FromRelay) -> None:
         self._handlers[type(message)](message, self._clock())
@@ -225,10 +226,9 @@ class ControlPlane:
         )
         return {
             m.Ask: self._on_ask,
-            m.Progress: self._late.on_progress,
-            m.Lost: self._on_lost,
-            m.Joined: self._on_joined,
-            m.Completed: self.dispatcher.on_completed,
+            m.Progress: self._on_progress,
+            m.Dropped: self.migration.on_dropped,
+            m.Completed: self._events.on_completed,
             m.Failure: failures.on_failure,
             m.RelayReport: lambda report, _: self.series.on_relay(report),
             m.AdminAsk: lambda ask, _: self._relays.send_message(ask.relay, self._routes.answer_request(ask)),
@@ -237,23 +237,21 @@ class ControlPlane:
 
     def _on_hello(self, hello: m.Hello, now_s: float) -> None:
         if hello.protocol == m.PROTOCOL:
-            self.dispatcher.on_hello(hello, now_s)
+            self._events.on_hello(hello, now_s)
             return
         logger.error("relay %d speaks version %d, not %d; it is not served", hello.relay, hello.protocol, m.PROTOCOL)
         self._relays.detach_relay(hello.relay)
 
-    def _on_lost(self, lost: m.Lost, now_s: float) -> None:
-        if not self.migration.on_lost(lost, now_s):
-            self._failover.on_lost(lost, now_s)
-
-    def _on_joined(self, joined: m.Joined, now_s: float) -> None:
-        if not self.migration.on_joined(joined, now_s):
-            self._failover.on_joined(joined, now_s)
-        record = self.dispatcher.ledger.find_open(joined.rid)
-        if record is not None and record.hop.number == joined.hop:
+    def _on_progress(self, progress: m.Progress, now_s: float) -> None:
+        if not self.migration.on_progress(progress, now_s):
+            self._events.on_progress(progress, now_s)
+            self._late.on_progress(progress, now_s)
+        record = self.dispatcher.ledger.records.get(progress.rid) if progress.gap_s is not None else None
+        if record is not None and record.present.number == progress.attempt:
             note_move(record, now_s, history=self._watch.history, policy=self.policy)
 
     def _on_ask(self, ask: m.Ask, now_s: float) -> None:
+        self.migration.on_ask(ask)
         self.dispatcher.on_ask(ask, now_s)
         self.series.decision_s.observe(self._clock() - now_s)
 
@@ -349,7 +347,7 @@ class ControlPlane:
         self._batching.tell_workers()
         self._late.on_fleet_change()
         if worker.state is WorkerState.DEAD:
-            self.dispatcher.on_worker_dead(worker, now_s)
+            self._events.on_worker_dead(worker, now_s)
         self._drains.empty_drained()
         self.dispatcher.dispatch_pending(now_s)
 
@@ -380,12 +378,11 @@ class ControlPlane:
         self._silence.look(now_s)
         self.migration.sweep_moves(now_s)
         self._drains.empty_drained()
-        self._failover.retry_waiting(now_s)
         self.table.remove_drained(now_s)
         self._journal.note_waits(self.table)
         for worker in self.table:
             worker.load.age_ttft_ratio(now_s)
-        self.dispatcher.refuse_overdue(now_s)
+        self.dispatcher.check_waiting(now_s)
         self.dispatcher.dispatch_pending(now_s)
         self._watch.observe_fleet(
             self.policy.runner, now_s, open_requests=self.dispatcher.ledger.live, waiting=len(self.dispatcher.queue)

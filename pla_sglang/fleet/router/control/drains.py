@@ -12,12 +12,11 @@ from collections.abc import Callable
 
 from pla_sglang.fleet.router.control.migration import Migration
 from pla_sglang.fleet.router.control.request_dispatcher import RequestDispatcher
-from pla_sglang.fleet.router.control.requests.request_record import MoveReason, RequestRecord
+from pla_sglang.fleet.router.control.requests.request_record import DRAIN, MoveKind, RequestRecord
 from pla_sglang.fleet.router.control.workers.errors import NoResponseError, WorkerError
 from pla_sglang.fleet.router.control.workers.instance_client import InstanceClient
 from pla_sglang.fleet.router.control.workers.table import Worker, WorkerReason, WorkerState
 from pla_sglang.fleet.router.control.workers.tasks import Tasks
-from pla_sglang.fleet.router.wire.messages import MoveKind
 
 MOVES_AT_ONCE = 16  # out of one instance
 
@@ -47,17 +46,17 @@ class Drains:
             return
         places = {worker.number: MOVES_AT_ONCE - self._migration.count_leaving(worker) for worker in draining}
         for record in list(self._dispatcher.ledger.records.values()):
-            source = record.hop.decode
+            source = record.present.decode
             if source not in draining or not record.movable or places[source.number] <= 0:
                 continue
             target = self._choose_target(record)
-            if target is not None and self._migration.move_request(record.rid, target, MoveReason.DRAIN.value) is None:
+            if target is not None and self._migration.move_request(record.rid, target, DRAIN) is None:
                 places[source.number] -= 1
 
     def _choose_target(self, record: RequestRecord) -> Worker | None:
         """The one with the fewest requests of those that can take it, where its KV cache can go if there is such a one.
         A request that is held is not booked there yet."""
-        migration, source = self._migration, record.hop.decode
+        migration, source = self._migration, record.present.decode
         targets = [worker for worker in self._dispatcher.table if migration.find_obstacle(record, worker) is None]
         if not targets or source is None:
             return None

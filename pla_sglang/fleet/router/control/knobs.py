@@ -93,6 +93,11 @@ class ControlKnobs:
         "on: a request whose instance is lost goes on at another one; a stream only between stateless instances",
         allowed=Choice(("off", "on")),
     )
+    retry_suspects: bool = knob(
+        False,
+        "--retry-suspects",
+        "what may have ended its instance goes to another one, too; what has ended two goes to no third",
+    )
     place_decode: str = knob(
         DISPATCH,
         "--place-decode",

@@ -9,13 +9,14 @@ That takes a fleet that can do it: while an instance of another kind is ready, d
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections import Counter
 from typing import Any
 
 from pla_sglang.fleet.router.control.request_dispatcher import RequestDispatcher
 from pla_sglang.fleet.router.control.requests.moves import PREFILLED, Mover
-from pla_sglang.fleet.router.control.requests.request_record import RequestRecord
+from pla_sglang.fleet.router.control.requests.request_record import Placement, RequestRecord
 from pla_sglang.fleet.router.control.workers.exclusions import find_unfit
 from pla_sglang.fleet.router.control.workers.table import Worker
 from pla_sglang.fleet.router.wire import messages as m
@@ -33,7 +34,7 @@ _WHEN_PREFILLED, _NOT_MOVABLE, _KEEP_LOCAL = (
 
 
 class LatePlacement:
-    """Handles progress of requests after the dispatcher has. It does nothing where the operator does not want it.
+    """Handles first tokens once they are entered. It does nothing where the operator does not want it.
 
     Args:
         mover: moves a request to the instance that the policy names.
@@ -47,16 +48,17 @@ class LatePlacement:
         self._placed: Counter[str] = Counter()  # by reason
 
     def on_progress(self, progress: m.Progress, now_s: float) -> None:
+        """Called when the rest of the control plane knows."""
         dispatcher = self._dispatcher
-        dispatcher.on_progress(progress, now_s)
         if not self._wanted or progress.milestone is not _FIRST_TOKEN:
             return
         record = dispatcher.ledger.find_open(progress.rid)
-        choice = None if record is None else record.hop.choice
-        if record is None or choice is None or choice.placement is not _WHEN_PREFILLED:
+        placement = None if record is None else record.present.placement
+        if record is None or placement is None or placement.choice.placement is not _WHEN_PREFILLED:
             return
-        choice.placement = self._place(record, now_s)
-        record.hop.placed_s = now_s
+        choice = placement.choice
+        choice.placement = self._place(record, placement, now_s)
+        placement.placed_s = now_s
         self._placed[choice.placement.value] += 1
         dispatcher.series.placements.inc(choice.placement.value)
 
@@ -85,9 +87,9 @@ class LatePlacement:
                 return worker.view.name
         return ""
 
-    def _place(self, record: RequestRecord, now_s: float) -> Reason:
+    def _place(self, record: RequestRecord, placement: Placement, now_s: float) -> Reason:
         """Moves it if need be; why it goes there, or stays."""
-        dispatcher, source = self._dispatcher, record.hop.decode
+        dispatcher, source = self._dispatcher, record.present.decode
         runner = dispatcher.policy.runner
         if runner is None or source is None or not record.movable:
             return _NOT_MOVABLE
@@ -95,16 +97,17 @@ class LatePlacement:
             return _KEEP_LOCAL  # its only token is there
         # Where it is, it need not be let in.
         unfit = find_unfit(record.ask, dispatcher.table)
-        runner.hidden = dispatcher.exclusions.find((), now_s, unfit=unfit).keys() - {source.view}
+        runner.hidden = dispatcher.exclusions.find(now_s, unfit=unfit).keys() - {source.view}
         try:
-            return runner.place_prefilled(record.view, now_s, move=lambda at, why: self._move(record, at, why))
+            move = functools.partial(self._move, record, placement)
+            return runner.place_prefilled(record.view, now_s, move=move)
         except Exception:  # a policy's mistake ends nothing but this decision
             logger.exception("the decode of request %s cannot be placed", record.rid)
             return FleetReason.NO_INSTANCE
 
-    def _move(self, record: RequestRecord, target: InstanceView, why: Reason) -> bool:
+    def _move(self, record: RequestRecord, placement: Placement, target: InstanceView, why: Reason) -> bool:
         worker: Worker = self._dispatcher.table.of(target)
         if self._mover.move_request(record.rid, worker, why.value) is not None:
             return False
-        record.hop.placed_on = target.name
+        placement.placed_on = target.name
         return True

@@ -3,7 +3,7 @@
 Their KV cache is pulled. Where none can ever go to the target, as it runs another version of SGLang, the target
 computes prompt and answer so far again; all else is the same.
 
-    HOLDING ──held──► PULLING ──first event of the next hop──► over: the one left is told to commit
+    HOLDING ──held──► PULLING ──first event of the next attempt──► over: the one left is told to commit
        │                 │ the target cannot, or the request has gone on by itself
        └─► failed ◄──────┘   over: the one that holds it is told to resume, and the request rests
 
@@ -19,10 +19,16 @@ from collections.abc import Callable
 from typing import Any
 
 from pla_sglang.fleet.router.control.request_dispatcher import RequestDispatcher
-from pla_sglang.fleet.router.control.requests.hop_changes import start_pending
-from pla_sglang.fleet.router.control.requests.hop_ledger import HopLedger
-from pla_sglang.fleet.router.control.requests.load_booking import book_pending, close_pending
-from pla_sglang.fleet.router.control.requests.request_record import LEAVING, STREAMING, Hop, RequestRecord
+from pla_sglang.fleet.router.control.requests.ledger import order_aborts
+from pla_sglang.fleet.router.control.requests.relay_messages import candidate_message
+from pla_sglang.fleet.router.control.requests.request_record import (
+    LEAVING,
+    STREAMING,
+    Attempt,
+    MoveKind,
+    RequestRecord,
+    name_at_instance,
+)
 from pla_sglang.fleet.router.control.workers.abort_order import AbortOrder
 from pla_sglang.fleet.router.control.workers.errors import NoResponseError, UnreachableError, WorkerError
 from pla_sglang.fleet.router.control.workers.exclusions import find_unfit
@@ -30,7 +36,6 @@ from pla_sglang.fleet.router.control.workers.instance_client import InstanceClie
 from pla_sglang.fleet.router.control.workers.table import Worker, WorkerState
 from pla_sglang.fleet.router.control.workers.tasks import Tasks
 from pla_sglang.fleet.router.wire import messages as m
-from pla_sglang.fleet.router.wire.rids import rid_at_instance
 from pla_sglang.policy.interface.fast_enum import FastEnum
 from pla_sglang.policy.interface.fleet import InstanceView
 
@@ -40,10 +45,10 @@ COOL_DOWN_S = 10.0  # of device time, after a move that came to nothing
 DRAIN_COOL_DOWN_S = (
     0.5  # likewise, where its instance is to be empty: after the first one; then twice as long each time
 )
-_PULL, _REDO = m.MoveKind.PULL, m.MoveKind.REDO
-_RESUMED = m.LossReason.RESUMED
+_PULL, _REDO = MoveKind.PULL, MoveKind.REDO
+_RESUMED, _FIRST_TOKEN = m.Cause.RESUMED, m.Milestone.FIRST_TOKEN
 # Of a pull that was not sent, or that its instance has answered with an error: it holds nothing.
-_OVER = frozenset({m.LossReason.NOT_SENT, m.LossReason.FULL, m.LossReason.REFUSED, m.LossReason.ABORTED})
+_OVER = frozenset({m.Cause.NOT_SENT, m.Cause.FULL, m.Cause.REFUSED, m.Cause.ABORTED})
 _NOT_THERE = frozenset({WorkerState.DEAD, WorkerState.SUSPECT})
 
 
@@ -57,14 +62,14 @@ HOLDING, PULLING = MoveState  # named once: see ``fast_enum``
 
 @dataclasses.dataclass(slots=True, eq=False)
 class RunningMove:
-    """One request on its way. ``rid``: under which id the source knows it; ``hop``: the one that is to follow."""
+    """One request on its way. ``rid``: under which id its source knows it; ``attempt``: at ``target``."""
 
     record: RequestRecord
     source: Worker
     target: Worker
     rid: str
     room: int
-    hop: Hop
+    attempt: Attempt
     state: MoveState = HOLDING
 
 
@@ -102,7 +107,7 @@ class Migration:
         self.on_failed: Callable[[str], None] = lambda rid: None
         self.on_over: Callable[[], None] = lambda: None
         self._dispatcher = dispatcher
-        self._legs = HopLedger(dispatcher.ledger)
+        self._ledger, self._booking = dispatcher.ledger, dispatcher.booking
         self._send_message, self._order_abort = send_message, order_abort
         self._is_connected, self._never_connects, self._clock = is_connected, never_connects, clock
         self._client: InstanceClient | None = None
@@ -118,18 +123,16 @@ class Migration:
 
     def move_request(self, rid: str, target: Worker, reason: str) -> str | None:
         """Moves the request that the router knows as ``rid``. None: it is under way; otherwise why it cannot be."""
-        record = self._dispatcher.ledger.records.get(rid)
+        record = self._ledger.records.get(rid)
         why_not = "it is not open" if record is None else self.find_obstacle(record, target)
         if record is None or why_not is not None:
             return why_not
-        source = record.hop.decode
+        source = record.present.decode
         assert source is not None
-        how = self.find_way(source, target)
-        assert how is not None
-        hop = start_pending(record, how=how, why=reason)
-        hop.prefill = hop.decode = target
-        room = self._legs.open_pending(record, target.number, self._clock())
-        move = RunningMove(record, source, target, rid_at_instance(rid, record.reached), room, hop)
+        record.candidate = attempt = record.next_attempt(reason, how=self.find_way(source, target))
+        attempt.prefill = attempt.decode = target
+        room = self._ledger.open_candidate(record, target.number, self._clock())
+        move = RunningMove(record, source, target, name_at_instance(record, record.present), room, attempt)
         self._moves[rid] = move
         self._tasks.spawn(self._hold(move))
         return None
@@ -153,10 +156,10 @@ class Migration:
 
     def find_obstacle(self, record: RequestRecord, target: Worker) -> str | None:
         """Why the request cannot move there now."""
-        source = record.hop.decode
-        if record.stage is not STREAMING or source is None or not record.movable:
+        source = record.present.decode
+        if record.state is not STREAMING or source is None or not record.movable:
             return "its stream cannot go on elsewhere"
-        if record.pending is not None:
+        if record.candidate is not None:
             return "it is on its way already"
         if self._is_cooling_down(record, source):
             return "it is in its cool-down, as its last move failed"
@@ -168,7 +171,7 @@ class Migration:
             return "the target cannot serve it"
         return "no KV cache can go to the target" if self.find_way(source, target) is None else None
 
-    def find_way(self, source: Worker, target: Worker) -> m.MoveKind | None:
+    def find_way(self, source: Worker, target: Worker) -> MoveKind | None:
         """How a request goes from the one to the other, both being well; None: not now."""
         if self._is_connected(source.view, target.view):
             return _PULL
@@ -196,68 +199,57 @@ class Migration:
         if move.target.state is WorkerState.DEAD:
             self._fail(move, "dead", resume=True)
             return
-        description, now_s = move.source.description, self._clock()
-        assert description is not None
-        move.state = PULLING
-        hop = move.hop
-        assert hop.how is not None
-        pulls, tokens = hop.how is _PULL, int(response["kv_tokens"]) + 1
-        hop.tokens, hop.kv_tokens, hop.assigned_s = int(response["tokens"]), tokens - 1 if pulls else 0, now_s
-        book_pending(record, move.target, tokens, now_s)
-        self._legs.send_pending(record)
-        order = m.Continue(
-            record.rid,
-            hop.number,
-            move.target.number,
-            hop.how,
-            hop.reached,
-            hop.why,
-            hop.tokens,
-            source=move.source.number,
-            bootstrap_host=move.source.address.host if pulls else "",
-            bootstrap_port=description.bootstrap_port or 0 if pulls else 0,
-            bootstrap_room=move.room if pulls else 0,
-        )
-        self._send_message(record.relay, order)
+        move.state, attempt = PULLING, move.attempt
+        tokens, attempt.delivered_tokens = int(response["kv_tokens"]), int(response["tokens"])
+        attempt.kv_tokens = tokens if attempt.how is _PULL else 0
+        self._booking.begin_candidate(record, tokens + 1, self._clock())
+        held = candidate_message(record, move.source, held_tokens=attempt.delivered_tokens)
+        self._send_message(record.relay, held)
 
-    def on_joined(self, joined: m.Joined, now_s: float) -> bool:
-        """True if it was a move; the next hop is the answer from here on."""
-        move = self._moves.get(joined.rid)
-        if move is None or not self._is_current(move) or move.hop.number != joined.hop:
+    def on_progress(self, progress: m.Progress, now_s: float) -> bool:
+        """True if it is about the candidate of a move, which is the answer from its first token on."""
+        move = self._moves.get(progress.rid)
+        if move is None or not self._is_current(move) or move.attempt.number != progress.attempt:
             return False
-        del self._moves[joined.rid]
-        record, dispatcher, left = move.record, self._dispatcher, move.record.hop
-        for worker, _ in left.workers():
-            worker.load.end_request(record.key, now_s)
-            worker.breaker.end_trial(record.rid)
+        if progress.milestone is _FIRST_TOKEN:
+            self._join(move, progress, now_s)
+        return True
+
+    def _join(self, move: RunningMove, progress: m.Progress, now_s: float) -> None:
+        del self._moves[progress.rid]
+        record, attempt, dispatcher = move.record, move.attempt, self._dispatcher
+        self._booking.end_at(record, record.present, now_s)
+        left = self._ledger.join_candidate(record, now_s)
         left.ended_s = now_s
-        self._legs.join_pending(record, now_s)
-        assert move.hop.how is not None
-        move.hop.gap_s = joined.gap_s
+        attempt.first_token_s, attempt.gap_s = progress.at_s, progress.gap_s
+        record.movable = progress.movable
         move.target.load.start_request(record.key, now_s)
-        dispatcher.note_prompt(record, move.target, now_s)
-        dispatcher.series.migrations.inc(move.hop.how.label, move.hop.why)
-        dispatcher.series.migration_gap_s.observe(joined.gap_s)
+        self._booking.note_prompt(record, move.target, now_s)
+        assert attempt.how is not None
+        dispatcher.series.migrations.inc(attempt.how.label, attempt.cause)
+        dispatcher.series.migration_gap_s.observe(progress.gap_s or 0.0)
         self._tasks.spawn(self._commit(move, left))
         dispatcher.dispatch_pending(now_s)
         self.on_over()
-        return True
 
-    def on_lost(self, lost: m.Lost, now_s: float) -> bool:
-        """True if the pending hop is lost. Where the present one is, nothing comes of its move."""
-        move = self._moves.get(lost.rid)
-        if move is None or not self._is_current(move):
-            return False
-        if lost.hop != move.hop.number:
-            if lost.hop == move.record.hop.number:
-                self._fail(move, "source_lost", resume=False)
-            return False
-        self._fail(move, lost.why.name.lower(), resume=lost.why is not _RESUMED, over=lost.why in _OVER)
-        return True
+    def on_dropped(self, dropped: m.Dropped, now_s: float) -> None:
+        """Nothing comes of a candidate; the present attempt goes on."""
+        move = self._moves.get(dropped.rid)
+        if move is not None and self._is_current(move) and move.attempt.number == dropped.attempt:
+            why = dropped.cause
+            self._fail(move, why.label, resume=why is not _RESUMED, over=why in _OVER)
+
+    def on_ask(self, ask: m.Ask) -> None:
+        """Where the present attempt is over, nothing comes of its move."""
+        move = self._moves.get(ask.rid)
+        if move is None or ask.over is None or not self._is_current(move):
+            return
+        if ask.over.attempt == move.record.present.number:
+            self._fail(move, "source_lost", resume=False)
 
     def _is_current(self, move: RunningMove) -> bool:
         """True if the move is still under way; else it is forgotten."""
-        if move.record.pending is move.hop and move.record.stage is STREAMING:
+        if move.record.candidate is move.attempt and move.record.state is STREAMING:
             return True
         if self._moves.get(move.record.rid) is move:
             del self._moves[move.record.rid]
@@ -267,9 +259,10 @@ class Migration:
         """The request goes on where it is, and rests. ``over``: the target holds nothing of it."""
         del self._moves[move.record.rid]
         record, dispatcher, now_s = move.record, self._dispatcher, self._clock()
-        close_pending(record, now_s)
-        for order in self._legs.drop_pending(record, now_s, over=over):
+        self._booking.end_candidate(record, move.attempt, now_s)
+        for order in self._ledger.drop_candidate(record, now_s, over=over):
             self._order_abort(order)
+        move.attempt.ended_s = now_s
         former = self._failed.get(record.rid)
         self._failed[record.rid] = Failed(now_s, 1 if former is None else former.times + 1)
         dispatcher.series.migration_failures.inc(why)
@@ -281,17 +274,16 @@ class Migration:
     async def _resume(self, move: RunningMove) -> None:
         await self._order(move.source, {"do": "resume", "room": move.room})
 
-    async def _commit(self, move: RunningMove, left: Hop) -> None:
+    async def _commit(self, move: RunningMove, left: Attempt) -> None:
         """The instance that was left ends its stream and frees the KV cache. Where it does not say so, it is told to
         abort, until it confirms or is dead. The request may have ended meanwhile."""
         response = await self._order(move.source, {"do": "commit", "room": move.room})
-        ledger, record = self._dispatcher.ledger, move.record
         open_legs = [leg for leg in left.legs if leg.state is LEAVING]
         if response.get("status") == "committed":
             for leg in open_legs:
-                ledger.finish_leg(record, leg.leg, self._clock(), attempt=leg.attempt)
+                self._ledger.finish_leg(move.record, left, leg.leg, self._clock())
             return
-        for order in self._legs.leave_legs(record, open_legs, self._clock()):
+        for order in order_aborts(move.record, left, open_legs, self._clock()):
             self._order_abort(order)
 
     async def _order(self, worker: Worker, command: dict[str, Any]) -> dict[str, Any]:

@@ -86,11 +86,11 @@ class FleetWatch:
 
 def note_move(record: RequestRecord, now_s: float, *, history: FleetHistory, policy: LivePolicy) -> None:
     """The request goes on at another instance since ``now_s`` (wall time): for the page and for the recording."""
-    hop, left = record.hop, record.hops[-2] if len(record.hops) > 1 else None
-    if left is None or left.decode is None or hop.decode is None or hop.how is None:
+    attempt, left = record.present, record.left_attempt
+    if left is None or left.decode is None or attempt.decode is None or attempt.how is None:
         return
-    source, target, pause_s = left.decode.view, hop.decode.view, hop.gap_s or 0.0
-    what = (hop.how.label, hop.why, hop.kv_tokens * policy.kv_bytes_per_token)
+    source, target, pause_s = left.decode.view, attempt.decode.view, attempt.gap_s or 0.0
+    what = (attempt.how.label, attempt.cause, attempt.kv_tokens * policy.kv_bytes_per_token)
     history.note_move(RequestMove(now_s, record.rid, source.name, target.name, *what, pause_s))
     if policy.recorder is not None:
         device_s = policy.clock.device_s

@@ -18,9 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-import msgspec
-
-from pla_sglang.fleet.router.control.requests.request_record import Hop, RequestRecord
+from pla_sglang.fleet.router.control.requests.request_record import Attempt, Placement, RequestRecord
 from pla_sglang.fleet.router.control.workers.exclusions import Exclusion
 from pla_sglang.policy.common.device_clock import DeviceClock
 from pla_sglang.policy.interface.fleet import InstanceView
@@ -42,17 +40,16 @@ def note_choice(
 ) -> None:
     """What the policy chose, what it could have chosen, and what was kept from it. ``own_prefill_s`` and what views say
     is device time."""
-    hop, view = record.hop, record.view
-    hop.choice = choice
-    hop.cached_tokens = view.history_tokens(choice.prefill)
-    hop.predicted_ttft_s = clock.known_wall_s(view.predicted_ttft_s)
-    hop.token_interval_s = clock.known_wall_s(choice.decode.token_interval_s)
-    hop.own_prefill_s = clock.known_wall_s(own_prefill_s)
-    cached = view.cached
-    hop.candidates = tuple(
-        [(one.name, one.queued_tokens, cached.get(one.index, 0)) for one in ready[:SHOWN_CANDIDATES]]
+    view, cached = record.view, record.view.cached
+    record.present.placement = Placement(
+        choice,
+        view.history_tokens(choice.prefill),
+        clock.known_wall_s(view.predicted_ttft_s),
+        clock.known_wall_s(own_prefill_s),
+        clock.known_wall_s(choice.decode.token_interval_s),
+        tuple([(one.name, one.queued_tokens, cached.get(one.index, 0)) for one in ready[:SHOWN_CANDIDATES]]),
+        tuple([(one.name, reason.value) for one, reason in excluded.items()]) if excluded else (),
     )
-    hop.excluded = tuple([(one.name, reason.value) for one, reason in excluded.items()]) if excluded else ()
 
 
 def stages(record: RequestRecord) -> dict[str, float] | None:
@@ -66,18 +63,20 @@ def stage_seconds(record: RequestRecord) -> tuple[float, float, float, float, fl
 
     Reports of several processes may cross; a time that would lie before its predecessor is taken to be at it.
     """
-    hop = record.shown_hop
-    if hop.first_token_s is None:
+    attempt = record.shown_attempt
+    if attempt.first_token_s is None:
         return None
-    arrived_s, choice = record.ask.arrived_s, hop.choice
-    seen_s = max(hop.first_token_s, arrived_s)
-    decided_s = _between(arrived_s, hop.assigned_s, seen_s)
-    sent_s = _between(decided_s, hop.sent_s, seen_s)
+    arrived_s, placement = record.ask.arrived_s, attempt.placement
+    own_s = None if placement is None else placement.own_prefill_s
+    interval_s = None if placement is None else placement.token_interval_s
+    seen_s = max(attempt.first_token_s, arrived_s)
+    decided_s = _between(arrived_s, attempt.assigned_s, seen_s)
+    sent_s = _between(decided_s, attempt.sent_s, seen_s)
     done_s = seen_s
-    if hop.prefill_done_s is not None and choice is not None and choice.decode is not choice.prefill:
-        done_s = _between(sent_s, hop.prefill_done_s, seen_s)
-    prefill_s = done_s - sent_s if hop.own_prefill_s is None else min(done_s - sent_s, hop.own_prefill_s)
-    last_s = min(seen_s - done_s, hop.token_interval_s or 0.0)
+    if attempt.prefill_done_s is not None and placement is not None and attempt.decode is not attempt.prefill:
+        done_s = _between(sent_s, attempt.prefill_done_s, seen_s)
+    prefill_s = done_s - sent_s if own_s is None else min(done_s - sent_s, own_s)
+    last_s = min(seen_s - done_s, interval_s or 0.0)
     return (
         decided_s - arrived_s,
         sent_s - decided_s,
@@ -128,14 +127,14 @@ class ExplainStore:
 
 def wall_times(record: RequestRecord, offset_s: float) -> dict[str, str | None]:
     """The times of a request by the clock of the day, UTC. ``offset_s``: from the clock of records to that one."""
-    hop = record.shown_hop
+    attempt = record.shown_attempt
     times = {
         "arrived": record.ask.arrived_s,
-        "decided": hop.assigned_s,
-        "sent": hop.sent_s,
-        "done": hop.prefill_done_s,
-        "first": hop.first_token_s,
-        "ended": record.hop.ended_s,
+        "decided": attempt.assigned_s,
+        "sent": attempt.sent_s,
+        "done": attempt.prefill_done_s,
+        "first": attempt.first_token_s,
+        "ended": record.present.ended_s,
     }
     return {name: None if at_s is None else _utc_text(at_s + offset_s) for name, at_s in times.items()}
 
@@ -146,7 +145,8 @@ def _utc_text(wall_s: float) -> str:
 
 def explain(record: RequestRecord, *, offset_s: float) -> dict[str, Any]:
     """For /pla/explain; ``offset_s`` as in ``wall_times``. Fields that end with ``_s`` are of the records' clock."""
-    hop, choice = record.shown_hop, record.shown_hop.choice
+    attempt, end = record.shown_attempt, record.end
+    placement, choice = attempt.placement, attempt.choice
     explained: dict[str, Any] = {
         "rid": record.rid,
         "times": wall_times(record, offset_s),
@@ -154,70 +154,71 @@ def explain(record: RequestRecord, *, offset_s: float) -> dict[str, Any]:
         "tenant": record.tenant,
         "input_tokens": record.prompt.tokens,
         "exact_tokens": record.prompt.exact,
-        "cached_tokens": hop.cached_tokens,
-        "slo_ttft_s": record.ttft_slo_s,
-        "slo_tpot_s": record.tpot_slo_s,
-        "slo_from": dict(zip(("ttft", "tpot"), record.slo_from, strict=True)),
+        "cached_tokens": 0 if placement is None else placement.cached_tokens,
+        "slo_ttft_s": record.ttft.slo_s,
+        "slo_tpot_s": record.tpot.slo_s,
+        "slo_from": {"ttft": record.ttft.source, "tpot": record.tpot.source},
         "admission": record.admission,
-        "attempts": record.hop.attempts,
-        "former": [msgspec.structs.asdict(attempt) for attempt in record.former],
         "reason": "" if choice is None else choice.reason.value,
         "placement": "" if choice is None else choice.placement.value,
         "prefill": None if choice is None else choice.prefill.name,
         "decode": None if choice is None else choice.decode.name,
-        "placed_s": hop.placed_s,
-        "placed_on": hop.placed_on,
-        "room": hop.room,
-        "predicted_ttft_s": hop.predicted_ttft_s,
-        "own_prefill_s": hop.own_prefill_s,
-        "token_interval_s": hop.token_interval_s,
+        "placed_s": None if placement is None else placement.placed_s,
+        "placed_on": None if placement is None else placement.placed_on,
+        "room": attempt.room,
+        "predicted_ttft_s": None if placement is None else placement.predicted_ttft_s,
+        "own_prefill_s": None if placement is None else placement.own_prefill_s,
+        "token_interval_s": None if placement is None else placement.token_interval_s,
         "actions": () if choice is None else [f"{type(one).__name__}:{one.reason.value}" for one in choice.actions],
         "candidates": {
-            name: {"queued_tokens": queued, "cached_tokens": cached} for name, queued, cached in hop.candidates
+            name: {"queued_tokens": queued, "cached_tokens": cached}
+            for name, queued, cached in (() if placement is None else placement.candidates)
         },
-        "excluded": dict(hop.excluded),
-        "decided_s": hop.assigned_s,
-        "sent_s": hop.sent_s,
-        "done_s": hop.prefill_done_s,
-        "first_s": hop.first_token_s,
-        "ended_s": record.hop.ended_s,
-        "end": None if record.outcome is None else record.outcome.label,
-        "status": record.status,
-        "output_tokens": record.output_tokens,
-        "exact_output": record.exact_output,
-        "detail": record.detail,
+        "excluded": {} if placement is None else dict(placement.excluded),
+        "decided_s": attempt.assigned_s,
+        "sent_s": attempt.sent_s,
+        "done_s": attempt.prefill_done_s,
+        "first_s": attempt.first_token_s,
+        "ended_s": record.present.ended_s,
+        "end": None if end is None else end.outcome.label,
+        "status": 0 if end is None else end.status,
+        "output_tokens": None if end is None else end.output_tokens,
+        "exact_output": end is not None and end.exact_tokens,
+        "detail": "" if end is None else end.detail,
+        "attempts": [describe_attempt(one) for one in record.attempts],
     }
-    if len(record.hops) > 1:
-        explained["hops"] = [describe_hop(hop) for hop in record.hops]
     return explained | explain_first_token(record)
 
 
 def explain_first_token(record: RequestRecord) -> dict[str, Any]:
     """The stages before it; empty where there was none."""
-    hop, seconds = record.shown_hop, stages(record)
-    if seconds is None or hop.first_token_s is None:
+    attempt, seconds = record.shown_attempt, stages(record)
+    if seconds is None or attempt.first_token_s is None:
         return {}
     explained: dict[str, Any] = {
-        "ttft_s": max(hop.first_token_s, record.ask.arrived_s) - record.ask.arrived_s,
+        "ttft_s": max(attempt.first_token_s, record.ask.arrived_s) - record.ask.arrived_s,
         "stages": seconds,
     }
-    if hop.first_transfer:
+    if attempt.first_transfer:
         explained["first_transfer"] = FIRST_TRANSFER
     explained["split"] = {"prefill_wait_s, prefill_s": "predicted", "transfer_s, first_token_s": "predicted"}
     return explained
 
 
-def describe_hop(hop: Hop) -> dict[str, Any]:
-    """One of several; the first has no ``how`` and no ``why``."""
+def describe_attempt(attempt: Attempt) -> dict[str, Any]:
+    """One of all, those that came to nothing included."""
     return {
-        "hop": hop.number,
-        "how": None if hop.how is None else hop.how.label,
-        "why": hop.why or None,
-        "tokens": hop.tokens,
-        "gap_s": hop.gap_s,
-        "kv_tokens": hop.kv_tokens,
-        "prefill": None if hop.prefill is None else hop.prefill.view.name,
-        "decode": None if hop.decode is None else hop.decode.view.name,
-        "decided_s": hop.assigned_s,
-        "ended_s": hop.ended_s,
+        "attempt": attempt.number,
+        "cause": attempt.cause,
+        "how": None if attempt.how is None else attempt.how.label,
+        "state": attempt.state.value,
+        "delivered_tokens": attempt.delivered_tokens,
+        "gap_s": attempt.gap_s,
+        "kv_tokens": attempt.kv_tokens,
+        "prefill": None if attempt.prefill is None else attempt.prefill.view.name,
+        "decode": None if attempt.decode is None else attempt.decode.view.name,
+        "decided_s": attempt.assigned_s,
+        "ended_s": attempt.ended_s,
+        "over": None if attempt.over is None else attempt.over.cause.label,
+        "detail": "" if attempt.over is None else attempt.over.detail,
     }

@@ -57,42 +57,43 @@ def parts(record: RequestRecord) -> list[Part]:
 
     Of a request that had no token: how far it came.
     """
-    hop, arrived_s = record.shown_hop, record.ask.arrived_s
+    attempt, arrived_s = record.shown_attempt, record.ask.arrived_s
     seconds = stages(record)
     if seconds is not None:
         ends_s = accumulate(seconds.values(), initial=arrived_s)
         names = (name.removesuffix("_s") for name in seconds)
         all_parts = [Part(name, *span) for name, span in zip(names, pairwise(ends_s), strict=True)]
     else:
-        over_s = arrived_s if hop.ended_s is None else hop.ended_s
-        decided_s = over_s if hop.assigned_s is None else hop.assigned_s
-        sent_s = over_s if hop.sent_s is None else hop.sent_s
+        over_s = arrived_s if attempt.ended_s is None else attempt.ended_s
+        decided_s = over_s if attempt.assigned_s is None else attempt.assigned_s
+        sent_s = over_s if attempt.sent_s is None else attempt.sent_s
         all_parts = [Part("queue", arrived_s, decided_s), Part("route", decided_s, sent_s)]
     return [part for part in all_parts if part.end_s > part.start_s]
 
 
 def failed(record: RequestRecord) -> bool:
-    return record.status >= 500 or record.outcome not in NO_FAULT
+    return record.end is None or record.end.status >= 500 or record.end.outcome not in NO_FAULT
 
 
 def attributes(record: RequestRecord, policy: str) -> dict[str, Value]:
     """Names: OpenTelemetry's semantic conventions (``http.*``, ``gen_ai.*``), SGLang's own (``gen_ai.request.id``,
     ``gen_ai.latency.*``, in its ``SpanAttributes``), and ours (``pla.*``)."""
-    hop, choice = record.shown_hop, record.shown_hop.choice
-    end = None if record.outcome is None else record.outcome.label
+    attempt, end = record.shown_attempt, record.end
+    placement, choice = attempt.placement, attempt.choice
+    label = None if end is None else end.outcome.label
     told: dict[str, Value | None] = {
         "http.request.method": "POST",
         "http.route": ROUTES[record.ask.endpoint],
         "url.scheme": "http",
         "http.request.body.size": record.ask.body_bytes,
-        "http.response.status_code": record.status or None,
-        "error.type": end if failed(record) else None,
+        "http.response.status_code": None if end is None else end.status or None,
+        "error.type": label if failed(record) else None,
         "gen_ai.operation.name": OPERATIONS[record.ask.endpoint],
         "gen_ai.request.id": record.rid,
         "gen_ai.request.max_tokens": record.view.output_tokens,
-        "gen_ai.usage.output_tokens": record.output_tokens if record.exact_output else None,
+        "gen_ai.usage.output_tokens": end.output_tokens if end is not None and end.exact_tokens else None,
         "gen_ai.latency.time_to_first_token": (
-            None if hop.first_token_s is None else hop.first_token_s - record.ask.arrived_s
+            None if attempt.first_token_s is None else attempt.first_token_s - record.ask.arrived_s
         ),
         "pla.policy": policy,
         "pla.admission": record.admission,
@@ -100,16 +101,15 @@ def attributes(record: RequestRecord, policy: str) -> dict[str, Value]:
         "pla.placement": None if choice is None else choice.placement.value,
         "pla.prefill": None if choice is None else choice.prefill.name,
         "pla.decode": None if choice is None else choice.decode.name,
-        "pla.room": hop.room,
-        "pla.attempts": record.hop.attempts,
-        "pla.hops": len(record.hops) if len(record.hops) > 1 else None,
-        "pla.retries": tuple(former.why for former in record.former) or None,
-        "pla.end": end,
+        "pla.room": attempt.room,
+        "pla.attempts": len(record.attempts),
+        "pla.causes": tuple(one.cause for one in record.attempts[1:]) or None,
+        "pla.end": label,
         "pla.relay": record.relay,
         "pla.input_tokens": record.prompt.tokens,
         "pla.input_tokens_exact": record.prompt.exact,
-        "pla.cached_tokens": hop.cached_tokens,
-        "pla.slo_ttft_s": record.ttft_slo_s,
-        "pla.predicted_ttft_s": hop.predicted_ttft_s,
+        "pla.cached_tokens": 0 if placement is None else placement.cached_tokens,
+        "pla.slo_ttft_s": record.ttft.slo_s,
+        "pla.predicted_ttft_s": None if placement is None else placement.predicted_ttft_s,
     }
     return {name: value for name, value in told.items() if value is not None}

@@ -80,9 +80,9 @@ class _Unfolding(SpanExporter):
         above = None
         if record.ask.parent:
             above = SpanContext(trace_id, int(record.ask.parent, 16), is_remote=True, trace_flags=SAMPLED)
-        arrived_s, ended_s = record.ask.arrived_s, record.hop.ended_s
+        arrived_s, ended_s = record.ask.arrived_s, record.present.ended_s
         end_s = arrived_s if ended_s is None else max(arrived_s, ended_s)
-        label = None if record.outcome is None else record.outcome.label
+        label = None if record.end is None else record.end.outcome.label
         whole = self._span(
             ended,
             Part(name_of(record), arrived_s, end_s),

@@ -7,11 +7,8 @@ request ends is ordered to abort, and stays in the ledger until it is known to b
 pair: only then may its number be given again. No order is due where the instance was not sent anything, or was told to
 commit: what it answers to that decides.
 
-Two rules keep work from being done twice or for nobody:
-
-* the decode part of a request whose prefill part failed is aborted at once (SGLang itself waits up to 300 s for it);
-* a request is sent again only if its client has not seen anything yet and no instance can be executing it: nothing was
-  sent, the instance is dead, or it has said that its part is over.
+A request is sent again only if no instance can be executing an attempt of it whose tokens its client might still get:
+nothing was sent, the instance has said that its part is over, or is told to abort, and its connection is closed.
 """
 
 from __future__ import annotations
@@ -19,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import secrets
 from collections import Counter
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 from pla_sglang.common.errors import IllegalMoveError
 from pla_sglang.fleet.router.control.requests.request_record import (
@@ -28,9 +25,10 @@ from pla_sglang.fleet.router.control.requests.request_record import (
     ENDED,
     LEAVING,
     OPEN,
+    OVER,
     PREFILL,
     STREAMING,
-    WAITING,
+    Attempt,
     LegEntry,
     RequestRecord,
 )
@@ -38,7 +36,7 @@ from pla_sglang.fleet.router.control.workers.abort_order import AbortOrder
 from pla_sglang.fleet.router.wire.messages import Leg, Outcome
 from pla_sglang.fleet.router.wire.rids import rids_at_instances
 
-_WHOLE, _, _DECODE = Leg  # named once, as in ``request_record``
+_WHOLE = Leg.WHOLE  # named once, as in ``request_record``
 ORPHAN_S = 5.0  # an abort or a commit that is not confirmed after this long is shown as an orphan
 # SGLang keeps rooms in signed 64-bit integers, gives each prompt of a batch the next one, and takes a room modulo the
 # data-parallel size as the rank: rooms of two requests lie further apart than any batch, at places that spread.
@@ -95,7 +93,7 @@ class Ledger:
     def find_open(self, rid: str) -> RequestRecord | None:
         """The request, if it has not ended; otherwise the event is counted as unknown."""
         record = self.records.get(rid)
-        if record is None or record.stage is ENDED:
+        if record is None or record.state is ENDED:
             self.unknown_events += 1
             return None
         return record
@@ -103,63 +101,58 @@ class Ledger:
     def assign(
         self, record: RequestRecord, legs: Sequence[tuple[Leg, int]], now_s: float, *, room: int | None = None
     ) -> None:
-        """The request goes to these instances; from now on it may be executing there. A pair gets a new room, unless
-        it brings the one it has.
+        """The present attempt goes to these instances; from now on it may be executing there. A pair gets a new room,
+        unless it brings the one it has.
 
         Raises:
-            IllegalMoveError: it is not waiting, or an earlier leg of it may still be executing.
+            IllegalMoveError: it is not waiting.
         """
-        hop = record.hop
-        left = hop.open_legs() if hop.legs else []
-        if left and any(leg.executed for leg in left):
-            raise IllegalMoveError(f"{record.rid} would be sent twice")
-        hop.move(PREFILL)
-        hop.attempts += 1
+        attempt = record.present
+        attempt.move(PREFILL)
         if legs[0][0] is _WHOLE:
             room = None
         elif room is None:
             room = draw_room(self.rooms, record.rid)
         else:
             self.rooms[room] = record.rid
-        hop.room = room
-        hop.legs = left + [
-            LegEntry(leg, worker, now_s, hop.attempts, room, reached=record.reached) for leg, worker in legs
-        ]
+        attempt.legs = [LegEntry(leg, worker, now_s, room) for leg, worker in legs]
 
-    def first_token(self, record: RequestRecord) -> bool:
-        """True at the first call for a request that has not ended."""
-        if self._is_late(record) or record.stage is not PREFILL:
+    def first_token(self, record: RequestRecord, attempt: Attempt) -> bool:
+        """True at the first call for the present attempt of a request that has not ended."""
+        if self._is_late(record) or attempt is not record.present or attempt.state is not PREFILL:
             return False
-        record.hop.move(STREAMING)
+        attempt.move(STREAMING)
         return True
 
-    def finish_leg(self, record: RequestRecord, part: Leg, now_s: float, *, attempt: int | None = None) -> None:
-        """An instance holds nothing for the request any more: done or aborted. Repeats change nothing.
-
-        ``attempt`` None means every attempt of the present hop.
-        """
-        for leg in record.hop.legs if attempt is None else record.all_legs():
-            if leg.leg is part and leg.state is not CLOSED and attempt in (None, leg.attempt):
+    def finish_leg(self, record: RequestRecord, attempt: Attempt, part: Leg, now_s: float) -> None:
+        """An instance holds nothing for the attempt any more: done or aborted. Repeats change nothing."""
+        for leg in attempt.legs:
+            if leg.leg is part and leg.state is not CLOSED:
                 leg.move(CLOSED, now_s)
         self._forget(record)
+
+    def leave(self, record: RequestRecord, now_s: float, *, executed: bool) -> list[AbortOrder]:
+        """The present attempt is over, and its request is not: another one is to begin at once. Returns what must be
+        aborted. Not ``executed``: it has not reached its instances, or they have said that they hold nothing of it, and
+        nobody has seen a byte of what they may have computed."""
+        attempt = record.present
+        attempt.move(OVER)
+        left = attempt.open_legs()
+        if executed:
+            return order_aborts(record, attempt, left, now_s)
+        for leg in attempt.legs:
+            leg.executed = False
+        self._close(record, left, now_s)
+        return []
 
     def confirm_abort(self, order: AbortOrder, now_s: float) -> None:
         """The instance has carried the order out, or is dead."""
         record = self.records.get(order.rid)
-        if record is None:
+        attempt = None if record is None else record.find_attempt(order.attempt)
+        if record is None or attempt is None:
             self.unknown_events += 1
         else:
-            self.finish_leg(record, order.leg, now_s, attempt=order.attempt)
-
-    def roll_back(self, record: RequestRecord, part: Leg, now_s: float) -> None:
-        """The instance has nothing of it, and of what it may have computed nobody has seen a byte: it was not reached,
-        or has ended its part with an error."""
-        for leg in record.hop.legs:
-            if leg.leg is part:
-                leg.executed = False
-                if leg.state is not CLOSED:
-                    leg.move(CLOSED, now_s)
-        self._forget(record)
+            self.finish_leg(record, attempt, order.leg, now_s)
 
     def end(
         self, record: RequestRecord, outcome: Outcome, now_s: float, *, free: Container[int] = ()
@@ -168,69 +161,80 @@ class Ledger:
         others; nothing if it had ended before."""
         if self._is_late(record):
             return []
-        record.hop.move(ENDED)
-        record.outcome = outcome
+        record.present.move(ENDED)
         self.live -= 1
         self.ended[outcome] += 1
-        left = []
-        for leg in record.open_legs():
-            if leg.state is LEAVING:  # ``free`` is about the present hop, and the instance may be that one, too
-                continue
-            if leg.worker in free or (leg.state is OPEN and not leg.executed):
-                leg.move(CLOSED, now_s)
-            else:
-                left.append(leg)
-        orders = order_aborts(record, left, now_s) if left else []
-        self._forget(record)
-        return orders
-
-    def can_retry(self, record: RequestRecord) -> bool:
-        """True if it may be sent again: no token was seen, and no leg that is left can be executing or have executed.
-
-        A leg counts as harmless if it was rolled back. A decode part whose prefill part never executed has no KV to
-        start from; it only has to be closed first.
-        """
-        hop = record.hop
-        if hop.stage is not PREFILL or any(leg.executed and leg.leg is not _DECODE for leg in hop.legs):
-            return False
-        return all(leg.leg is _DECODE for leg in hop.open_legs())
-
-    def retry(self, record: RequestRecord, now_s: float) -> list[AbortOrder]:
-        """Back to waiting, to be assigned again; what is left of the attempt is aborted.
-
-        Raises:
-            IllegalMoveError: ``can_retry`` says no.
-        """
-        if not self.can_retry(record):
-            raise IllegalMoveError(f"{record.rid} may have been executed")
-        record.hop.move(WAITING)
-        left = record.hop.open_legs()
-        orders = order_aborts(record, left, now_s)
-        for leg in left:
-            leg.executed = False  # without its prefill it can compute nothing
+        orders: list[AbortOrder] = []
+        if record.candidate is not None:
+            over = record.candidate.decode is not None and record.candidate.decode.number in free
+            orders += self.drop_candidate(record, now_s, over=over)
+        for attempt in record.attempts:
+            left = []
+            for leg in attempt.open_legs():
+                if leg.state is LEAVING:
+                    continue
+                free_here = attempt is record.present and leg.worker in free
+                if free_here or (leg.state is OPEN and not leg.executed):
+                    leg.move(CLOSED, now_s)
+                else:
+                    left.append(leg)
+            if left:
+                orders += order_aborts(record, attempt, left, now_s)
         self._forget(record)
         return orders
 
     def worker_dead(self, worker: int, now_s: float) -> list[RequestRecord]:
-        """Closes the legs on an instance that is dead. Returns the requests, not ended yet, whose present hop had one
-        open there."""
+        """Closes the legs on an instance that is dead. Returns the requests, not ended yet, whose present attempt had
+        one open there."""
         hit = []
         for record in list(self.records.values()):
-            present = False
-            for leg in record.open_legs():
-                if leg.worker == worker:
-                    leg.move(CLOSED, now_s)
-                    present = present or leg in record.hop.legs
-            if present and record.stage is not ENDED:
+            if record.state is not ENDED and any(leg.worker == worker for leg in record.present.open_legs()):
                 hit.append(record)
-            self._forget(record)
+            self._close(record, [leg for leg in record.open_legs() if leg.worker == worker], now_s)
         return hit
+
+    # -- a request moves ---------------------------------------------------------------------------------------------
+
+    def open_candidate(self, record: RequestRecord, worker: int, now_s: float) -> int:
+        """An instance is to take the request over; it has not been sent it yet. Returns the KV room."""
+        attempt = record.candidate
+        assert attempt is not None
+        attempt.move(PREFILL)
+        room = draw_room(self.rooms, record.rid)
+        attempt.legs = [LegEntry(_WHOLE, worker, now_s, room, executed=False)]
+        return room
+
+    def send_candidate(self, record: RequestRecord) -> None:
+        """From now on it may be executing there."""
+        assert record.candidate is not None
+        for leg in record.candidate.legs:
+            leg.executed = True
+
+    def drop_candidate(self, record: RequestRecord, now_s: float, *, over: bool) -> list[AbortOrder]:
+        """Nothing comes of it. Returns what must be aborted; nothing where it was not sent, or is ``over`` there."""
+        attempt, record.candidate = record.candidate, None
+        assert attempt is not None
+        attempt.move(OVER)
+        left = attempt.open_legs()
+        self._close(record, [leg for leg in left if over or not leg.executed], now_s)
+        return order_aborts(record, attempt, left, now_s)
+
+    def join_candidate(self, record: RequestRecord, now_s: float) -> Attempt:
+        """It is what the client sees. Returns the attempt that was left; its legs stay until their instance says that
+        they are over, or that it does not know: also where the request ends meanwhile."""
+        left, record.present, record.candidate = record.present, record.candidate, None  # type: ignore[assignment]
+        left.move(OVER)
+        for leg in left.legs:
+            if leg.state is OPEN:
+                leg.move(LEAVING, now_s)
+        record.present.move(STREAMING)
+        return left
 
     # -- the state of the ledger -------------------------------------------------------------------------------------
 
     def audit(self, now_s: float) -> Audit:
         """Counts everything anew and compares."""
-        live = Counter(record.stage for record in self.records.values() if record.stage is not ENDED)
+        live = Counter(record.state for record in self.records.values() if record.state is not ENDED)
         legs = [(record, leg) for record in self.records.values() for leg in record.open_legs()]
         ended: Counter[str] = Counter()
         for outcome, count in self.ended.items():
@@ -242,7 +246,7 @@ class Ledger:
         ]
         return Audit(
             opened=self.opened,
-            live={stage.value: count for stage, count in live.items()},
+            live={state.value: count for state, count in live.items()},
             ended=dict(ended),
             legs_open=sum(leg.state in (OPEN, LEAVING) for _, leg in legs),
             legs_aborting=sum(leg.state is ABORTING for _, leg in legs),
@@ -271,54 +275,58 @@ class Ledger:
         if held != self.rooms:
             problems.append(f"{len(held)} rooms are held, {len(self.rooms)} are in the book")
         for record in self.records.values():
-            if record.stage is ENDED and any(leg.state is OPEN for leg in record.open_legs()):
+            problems += _attempt_problems(record)
+            if record.state is ENDED and any(leg.state is OPEN for leg in record.open_legs()):
                 problems.append(f"{record.rid} has ended and runs on")
-            if record.stage is ENDED and not record.open_legs():
+            if record.state is ENDED and not record.open_legs():
                 problems.append(f"{record.rid} has ended and is still kept")
         return problems
 
     # -- parts -------------------------------------------------------------------------------------------------------
 
     def _is_late(self, record: RequestRecord) -> bool:
-        late = record.stage is ENDED
+        late = record.state is ENDED
         self.late_events += late
         return late
 
+    def _close(self, record: RequestRecord, legs: Iterable[LegEntry], now_s: float) -> None:
+        for leg in legs:
+            if leg.state is not CLOSED:
+                leg.move(CLOSED, now_s)
+        self._forget(record)
+
     def _forget(self, record: RequestRecord) -> None:
         """Rooms that nobody uses are free; a request that is ended and closed everywhere leaves the ledger."""
-        left = record.open_legs()
-        free_rooms(self.rooms, record, left)
-        if not left and record.stage is ENDED and self.records.pop(record.rid, None) is not None:
+        legs = record.all_legs()
+        left = [leg for leg in legs if leg.state is not CLOSED]
+        if len(left) < len(legs):
+            held = [leg.room for leg in left]
+            for leg in legs:
+                if leg.room is not None and leg.room not in held and self.rooms.get(leg.room) == record.rid:
+                    del self.rooms[leg.room]
+        if not left and record.state is ENDED and self.records.pop(record.rid, None) is not None:
             self.batch_rids.difference_update(record.ask.rids)
 
 
-def order_aborts(record: RequestRecord, legs: list[LegEntry], now_s: float) -> list[AbortOrder]:
+def order_aborts(record: RequestRecord, attempt: Attempt, legs: list[LegEntry], now_s: float) -> list[AbortOrder]:
     """Orders for those of ``legs`` that are not closed; they are aborting from here on."""
     left = [leg for leg in legs if leg.state in (OPEN, LEAVING)]
     for leg in left:
         leg.move(ABORTING, now_s)
     ask, rid = record.ask, record.rid
-    return [
-        AbortOrder(
-            rid,
-            leg.leg,
-            leg.worker,
-            leg.attempt,
-            rids_at_instances(rid, ask.rids, prompts=ask.prompts, reached=leg.reached),
-        )
-        for leg in left
-    ]
+    rids = rids_at_instances(rid, ask.rids, prompts=ask.prompts, attempt=attempt.number)
+    return [AbortOrder(rid, leg.leg, leg.worker, attempt.number, rids) for leg in left]
 
 
-def free_rooms(rooms: dict[int, str], record: RequestRecord, left: list[LegEntry]) -> None:
-    """Those of its rooms that no leg uses any more. ``left``: its legs that are not closed."""
-    legs = record.all_legs()
-    if len(left) == len(legs):
-        return
-    held = [leg.room for leg in left]
-    for leg in legs:
-        if leg.room is not None and leg.room not in held:
-            rooms.pop(leg.room, None)
+def _attempt_problems(record: RequestRecord) -> list[str]:
+    numbers = [attempt.number for attempt in record.attempts]
+    going = [attempt for attempt in record.attempts if attempt.state is not OVER]
+    problems = []
+    if numbers != sorted(set(numbers)):
+        problems.append(f"{record.rid} has attempts {numbers}")
+    if going != [one for one in (record.present, record.candidate) if one is not None]:
+        problems.append(f"{record.rid} has {len(going)} attempts that are not over")
+    return problems
 
 
 def draw_room(rooms: dict[int, str], rid: str) -> int:

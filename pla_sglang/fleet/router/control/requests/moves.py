@@ -109,14 +109,14 @@ class MoveOrders:
 
     def order_move(self, action: Migrate) -> Refusal | None:
         """Has the request moved, if it is where the policy has seen it."""
-        rid, _ = find_rid(action.rid)  # to a policy each hop is a request of its own
+        rid, _ = find_rid(action.rid)  # to a policy the rest of an answer is a request of its own
         self._begin_cool_down(rid)
         if self.mover is None:
             self.refused[NO_MOVER] += 1
             return Refusal.UNSUPPORTED
         record = self.find_record(rid)
-        here = record is not None and record.stage is STREAMING and record.hop.decode is not None
-        if not here or record.hop.decode.view is not action.source:  # type: ignore[union-attr]
+        here = record is not None and record.state is STREAMING and record.present.decode is not None
+        if not here or record.present.decode.view is not action.source:  # type: ignore[union-attr]
             self.refused[NOT_THERE] += 1
             return Refusal.NOT_MOVABLE
         why_not = self.mover.move_request(rid, self._find_worker(action.target), action.reason.value)
@@ -136,7 +136,7 @@ class MoveOrders:
         now_s = self._clock()
         if self._cools_down_until_s.get(record.rid, now_s) > now_s:
             return True
-        joined_s = record.hop.assigned_s if len(record.hops) > 1 else None
+        joined_s = None if record.present.how is None else record.present.assigned_s
         return joined_s is not None and now_s - joined_s < self._device_clock.wall_s(self._rest_s)
 
     def count_cooling_down(self) -> int:

@@ -1,36 +1,42 @@
 """One request in the control plane, from its relay's first Ask until no instance holds anything of it.
 
-A record has hops: a hop is the request's stay at one set of instances, a unified instance or a prefill and a decode
-instance. A retry opens another attempt of the hop, whose legs remember theirs. Where an instance is lost, or a request
-is moved, another hop follows; the last one is what the client sees, and legs of those before are closed one by one.
+A record is a list of attempts: an attempt is a stay at one set of instances, a unified instance or a prefill and a
+decode instance. Another one follows where an attempt is over before the answer is; the *present* one is what the client
+sees. Where a running request is to move, the next attempt is a *candidate* beside the present one, which is held; it
+takes its place, or comes to nothing. Exactly one attempt ends the request.
 
-Hop and legs move between states by the two tables below; nothing else changes them. A record is kept for /pla/explain
-after its end, without what only its dispatch needed. Thousands are kept: a record holds nothing that could point back
-to it, so the garbage collector need not visit it.
+Attempts and their legs move between states by the two tables below; nothing else changes them. A record is kept for
+/pla/explain after its end, without what only its dispatch needed. Thousands are kept: a record holds nothing that could
+point back to it, so the garbage collector need not visit it.
 """
 
 from __future__ import annotations
+
+import enum
+from typing import Self
 
 import msgspec
 
 from pla_sglang.common.errors import IllegalMoveError
 from pla_sglang.fleet.router.control.requests.prompts import Prompt
-from pla_sglang.fleet.router.control.requests.targets import find_tpot_target, find_ttft_target
+from pla_sglang.fleet.router.control.requests.targets import Target, find_tpot_target, find_ttft_target
 from pla_sglang.fleet.router.control.workers.table import Worker
-from pla_sglang.fleet.router.wire.messages import Ask, Leg, MoveKind, Outcome
+from pla_sglang.fleet.router.wire.messages import Ask, Cause, Leg, Outcome, Over
+from pla_sglang.fleet.router.wire.rids import rid_at_instance
 from pla_sglang.policy.common.device_clock import DeviceClock
 from pla_sglang.policy.interface.fast_enum import FastEnum
 from pla_sglang.policy.interface.fleet import RequestView
 from pla_sglang.policy.pairs import Choice
 
 
-class Stage(FastEnum):
-    """Where a request is, as far as the router knows."""
+class AttemptState(FastEnum):
+    """How far an attempt is, as far as the router knows. The state of a request is that of its present attempt."""
 
-    WAITING = "waiting"  # admitted, at no instance
+    WAITING = "waiting"  # at no instance yet
     PREFILL = "prefill"  # sent, no token yet
     STREAMING = "streaming"  # its client has seen a token
-    ENDED = "ended"
+    OVER = "over"  # it came to nothing, or the request was taken over by the next one
+    ENDED = "ended"  # the request has ended with it
 
 
 class LegState(FastEnum):
@@ -40,11 +46,12 @@ class LegState(FastEnum):
     CLOSED = "closed"  # the instance holds nothing for it
 
 
-_LEGAL_STAGES: dict[Stage, frozenset[Stage]] = {
-    Stage.WAITING: frozenset({Stage.PREFILL, Stage.ENDED}),
-    Stage.PREFILL: frozenset({Stage.STREAMING, Stage.WAITING, Stage.ENDED}),  # back to WAITING: to be sent again
-    Stage.STREAMING: frozenset({Stage.ENDED}),
-    Stage.ENDED: frozenset(),
+_LEGAL_ATTEMPTS: dict[AttemptState, frozenset[AttemptState]] = {
+    AttemptState.WAITING: frozenset({AttemptState.PREFILL, AttemptState.OVER, AttemptState.ENDED}),
+    AttemptState.PREFILL: frozenset({AttemptState.STREAMING, AttemptState.OVER, AttemptState.ENDED}),
+    AttemptState.STREAMING: frozenset({AttemptState.OVER, AttemptState.ENDED}),
+    AttemptState.OVER: frozenset(),
+    AttemptState.ENDED: frozenset(),
 }
 _LEGAL_LEGS: dict[LegState, frozenset[LegState]] = {
     LegState.OPEN: frozenset({LegState.LEAVING, LegState.ABORTING, LegState.CLOSED}),
@@ -55,37 +62,37 @@ _LEGAL_LEGS: dict[LegState, frozenset[LegState]] = {
 
 # Named once: see ``fast_enum``.
 OPEN, LEAVING, ABORTING, CLOSED = LegState
-WAITING, PREFILL, STREAMING, ENDED = Stage
+WAITING, PREFILL, STREAMING, OVER, ENDED = AttemptState
 _WHOLE, _PREFILL_LEG, _DECODE_LEG = Leg
-_REFUSED = Outcome.REFUSED
+_REFUSED, _TRANSFER_FAILED = Outcome.REFUSED, Cause.TRANSFER_FAILED
 # The relay does not know why the control plane refused a request; ``RequestRecord.admission`` does.
 _REFUSED_FOR = {"no_instance": Outcome.NO_INSTANCE, "fault": Outcome.FAULT}
+DISPATCH = "dispatch"  # cause of a request's first attempt
+DRAIN = "drain"  # of one that moves away, as its instance is to be empty; policies have reasons of their own
 
 
-class MoveReason(FastEnum):
-    """Why there is another hop; policies have reasons of their own."""
+class MoveKind(enum.IntEnum):
+    """How an attempt goes on with a request that was at another instance."""
 
-    SURVIVE = "survive"  # the instance of the one before was lost
-    NOT_SENT = "not_sent"  # the one before did not reach its instance
-    FULL = "full"  # its instance had no room
-    ABORTED = "aborted"  # its instance has given it up, and lives
-    DRAIN = "drain"  # its instance is to be empty
+    label: str
+
+    def __new__(cls, number: int, label: str) -> Self:
+        member = int.__new__(cls, number)
+        member._value_, member.label = number, label
+        return member
+
+    PULL = 1, "pull"  # it receives the KV cache of the request, which is paused
+    REDO = 2, "redo"  # it computes prompt and answer so far again
 
 
 class LegEntry(msgspec.Struct, gc=False, eq=False):
-    """What one instance holds for one attempt of a request.
-
-    ``worker`` is the number of the instance, ``attempt`` counts from 1 over all hops, ``room`` is shared by the legs of
-    a hand-off, ``reached`` says under which id the instance knows the request (``rids.rid_at_instance``).
-    """
+    """What one instance holds for one attempt. ``worker``: its number; ``room`` is shared by the legs of a hand-off."""
 
     leg: Leg
     worker: int
     since_s: float
-    attempt: int = 1
     room: int | None = None
     state: LegState = LegState.OPEN
-    reached: int = 0
     executed: bool = True  # False: it has not reached the instance, or was rolled back: nothing can come of it
 
     def move(self, state: LegState, now_s: float) -> None:
@@ -94,65 +101,74 @@ class LegEntry(msgspec.Struct, gc=False, eq=False):
         self.state, self.since_s = state, now_s
 
 
-class Hop(msgspec.Struct, gc=False, eq=False):
-    """A request's stay at one set of instances.
-
-    Times are seconds of the machine's monotonic clock; None: not reached. ``prefill`` and ``decode`` are one worker on
-    a unified instance; None: at no instance. What the last choice was, and what it was based on, stays when the attempt
-    is rolled back.
+class Placement(msgspec.Struct, gc=False, eq=False):
+    """Why an attempt is where it is: the choice, and what it was based on.
 
     Attributes:
-        legs: those of all attempts that are not closed, and of the last one.
-        number: from 1.
-        how, why: of a hop beyond the first: how it goes on with what there was, and for what reason.
-        key: of one that is not the present one: its name in the load trackers.
-        reached: likewise, as in ``Ask``.
-        kv_tokens: whose KV cache went to it from the one before.
-        tokens: of the answer, that the client had when it began.
-        gap_s: of it, between the last event of the one before and its first.
-        room: KV room of the last attempt.
-        attempts: times that it was assigned, over all hops so far.
-        adopted: assigned by a former life of the control plane.
         own_prefill_s: expected prefill time of this request alone.
         token_interval_s: of the decode instance when it was chosen.
         candidates: name, queued tokens and cached tokens of instances that were ready.
         excluded: names of ready instances that were left out, each with the reason.
         placed_s: when its decode was placed, where that was not at its dispatch.
         placed_on: name of the instance that it was to decode at then, and was about to move to; None: here.
-        first_transfer: until it was sent, no KV had gone from this prefill to this decode instance: what lies between
-            the end of its prefill and its first token has the set-up of their connection in it.
     """
 
-    number: int = 1
-    how: MoveKind | None = None
-    why: str = ""
-    key: tuple[str, int] = ("", 0)
-    reached: int = 0
-    kv_tokens: int = 0
-    tokens: int = 0
-    gap_s: float | None = None
-    stage: Stage = Stage.WAITING
-    prefill: Worker | None = None
-    decode: Worker | None = None
-    legs: list[LegEntry] = []  # msgspec copies it
-    room: int | None = None
-    attempts: int = 0
-    adopted: bool = False
-    choice: Choice | None = None
+    choice: Choice
     cached_tokens: int = 0
     predicted_ttft_s: float | None = None
     own_prefill_s: float | None = None
     token_interval_s: float | None = None
     candidates: tuple[tuple[str, int, int], ...] = ()
     excluded: tuple[tuple[str, str], ...] = ()
+    placed_s: float | None = None
+    placed_on: str | None = None
+
+
+class Attempt(msgspec.Struct, gc=False, eq=False):
+    """A request's stay at one set of instances.
+
+    Times are seconds of the machine's monotonic clock; None: not reached. ``prefill`` and ``decode`` are one worker on
+    a unified instance; None: at no instance.
+
+    Attributes:
+        number: from 1, above that of all before.
+        cause: why there is this attempt: "dispatch", the ``Cause`` of the end of the one before, or why it moves.
+        how: where it goes on with a request that ran at another instance; None: it begins from the beginning.
+        delivered_tokens: of the answer, that the client had when it began.
+        kv_tokens: whose KV cache went to it from the one before.
+        placement: None until it is dispatched, and where a former life of the control plane has done that.
+        asked_s: when it began to wait for an instance.
+        gap_s: of the answer, between the last event of the attempt before and its first.
+        first_transfer: until it was sent, no KV had gone from this prefill to this decode instance: what lies between
+            the end of its prefill and its first token has the set-up of their connection in it.
+        over: what its relay said of its end, where another one was to follow.
+    """
+
+    number: int = 1
+    cause: str = DISPATCH
+    how: MoveKind | None = None
+    state: AttemptState = AttemptState.WAITING
+    prefill: Worker | None = None
+    decode: Worker | None = None
+    legs: list[LegEntry] = []  # msgspec copies it
+    delivered_tokens: int = 0
+    kv_tokens: int = 0
+    placement: Placement | None = None
+    asked_s: float = 0.0
     assigned_s: float | None = None
     sent_s: float | None = None
     prefill_done_s: float | None = None
     first_token_s: float | None = None
     ended_s: float | None = None
-    placed_s: float | None = None
-    placed_on: str | None = None
+    gap_s: float | None = None
     first_transfer: bool = False
+    over: Over | None = None
+
+    def move(self, state: AttemptState) -> None:
+        """Raises IllegalMoveError for a move that the table above does not have."""
+        if state not in _LEGAL_ATTEMPTS[self.state]:
+            raise IllegalMoveError(f"{self.state.value} -> {state.value} is not allowed")
+        self.state = state
 
     def note_first_token(self, prefill: Worker, decode: Worker, at_s: float) -> None:
         """``prefill`` and ``decode`` are connected from now on, if they are two."""
@@ -161,127 +177,130 @@ class Hop(msgspec.Struct, gc=False, eq=False):
             connected_s = prefill.connected_s.setdefault(decode.number, at_s)
             self.first_transfer = self.assigned_s is not None and self.assigned_s <= connected_s
 
-    def move(self, stage: Stage) -> None:
-        """Raises IllegalMoveError for a move that the table above does not have."""
-        if stage not in _LEGAL_STAGES[self.stage]:
-            raise IllegalMoveError(f"{self.stage.value} -> {stage.value} is not allowed")
-        self.stage = stage
-
     def open_legs(self) -> list[LegEntry]:
         return [leg for leg in self.legs if leg.state is not CLOSED]
 
     def workers(self) -> list[tuple[Worker, Leg]]:
-        """Where the present attempt is, and with which leg."""
+        """Where it is, and with which leg."""
         if self.prefill is None or self.decode is None:
             return []
         if self.prefill is self.decode:
             return [(self.prefill, _WHOLE)]
         return [(self.prefill, _PREFILL_LEG), (self.decode, _DECODE_LEG)]
 
-    def is_dispatched(self) -> bool:
-        return self.assigned_s is not None or self.adopted
+    @property
+    def room(self) -> int | None:
+        return self.legs[0].room if self.legs else None
 
-    def roll_back(self) -> None:
-        """The attempt is over and has left nothing: the request is nowhere yet. Its time counts as queueing."""
-        self.prefill = self.decode = None
-        self.assigned_s = self.sent_s = self.prefill_done_s = None
-        self.adopted = False
+    @property
+    def choice(self) -> Choice | None:
+        return None if self.placement is None else self.placement.choice
 
 
-class FormerAttempt(msgspec.Struct, frozen=True, gc=False):
-    """An attempt that came to nothing, before the present one."""
+class End(msgspec.Struct, frozen=True, gc=False):
+    """How a request has ended. ``status`` 0: its client got no answer; tokens as in ``Completed``."""
 
-    prefill: str | None
-    decode: str | None
-    why: str
-    detail: str
+    outcome: Outcome
+    status: int = 0
+    detail: str = ""
+    output_tokens: int | None = None
+    exact_tokens: bool = False
 
 
 class RequestRecord(msgspec.Struct, gc=False, eq=False):
-    """One request. ``key`` names its present attempt in the load trackers; also an item of the fair queue.
+    """One request; also an item of the fair queue.
 
     Times are wall time but for those of ``view``, which is the policy's: they are in device seconds.
 
     Attributes:
-        ask: the first one of its relay, without the body.
-        ttft_slo_s, tpot_slo_s: its targets.
-        slo_from: where these came from: header, body or default.
-        attempt, reached: as the relay counts them, see ``Ask``.
-        since_s: when it began to wait for an instance.
-        arrived_at_policy: the policy has been told of it.
-        refused_by: numbers of the workers that have refused it for load.
-        failed_pair: prefill and decode instance between which the last KV transfer failed.
-        serial: the highest number that an attempt of it has had, those included that came to nothing.
-        last_number: of the last pending hop of which nothing has come.
-        pending: the hop that is to follow the present one, which goes on if nothing comes of it.
-        strays: legs of pending hops of which nothing has come, that are not closed.
-        policy_tokens: of its answer, that the policy was told of when hops ended.
+        ask: the first one of its relay, without the body and without ``over``.
+        ttft, tpot: its targets.
+        attempts: all so far, in the order of their numbers, those that came to nothing included.
+        present: the one that the client sees.
+        candidate: the one that is to follow it while it is held.
+        known_to_policy: the policy has been told of ``view``.
+        policy_tokens: of its answer, that the policy was told of when earlier views of it ended.
         movable: its stream can go on at another instance, as its relay says.
         given_up_as: why the control plane has ended it; its relay only knows that it was told to.
         admission: reason of the last verdict; "adopted" after a restart of the control plane.
-        status: of the answer; 0: there was none.
-        output_tokens, exact_output: once it has ended, see ``Completed``.
+        last_number: the highest number of an attempt, those included that a former life of the control plane has given.
     """
 
     rid: str
-    relay: int
     ask: Ask
     view: RequestView
     prompt: Prompt
-    ttft_slo_s: float
-    tpot_slo_s: float
-    slo_from: tuple[str, str] = ("default", "default")
-    tenant: str = ""
-    priority: int = 0
-    attempt: int = 1
-    reached: int = 0
-    key: tuple[str, int] = ("", 0)
-    since_s: float = 0.0
-    arrived_at_policy: bool = False
-    refused_by: tuple[int, ...] = ()
-    failed_pair: tuple[Worker, Worker] | None = None
-    serial: int = 0
-    last_number: int = 0
-    pending: Hop | None = None
-    strays: list[LegEntry] = []
+    ttft: Target
+    tpot: Target
+    present: Attempt
+    attempts: list[Attempt]
+    candidate: Attempt | None = None
+    known_to_policy: bool = False
     policy_tokens: int = 0
     movable: bool = False
     given_up_as: Outcome | None = None
     admission: str = ""
-    former: list[FormerAttempt] = []
-    hops: list[Hop] = []
-    outcome: Outcome | None = None
-    status: int = 0
-    detail: str = ""
-    output_tokens: int | None = None
-    exact_output: bool = False
-
-    def __post_init__(self) -> None:
-        self.key = (self.rid, self.attempt)
-        self.serial = self.attempt
-        if not self.hops:
-            self.hops = [Hop()]
+    last_number: int = 0
+    end: End | None = None
 
     @property
-    def hop(self) -> Hop:
-        """The present hop."""
-        return self.hops[-1]
+    def relay(self) -> int:
+        return self.ask.relay
 
     @property
-    def stage(self) -> Stage:
-        return self.hops[-1].stage
+    def tenant(self) -> str:
+        return self.ask.tenant or ""
 
     @property
-    def shown_hop(self) -> Hop:
-        """The hop whose first token is the request's, as far as there is one."""
-        return next((hop for hop in self.hops if hop.first_token_s is not None), self.hops[-1])
+    def priority(self) -> int:
+        return self.ask.priority or 0
+
+    @property
+    def state(self) -> AttemptState:
+        return self.present.state
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """Names the present attempt in the load trackers."""
+        return self.rid, self.present.number
+
+    @property
+    def shown_attempt(self) -> Attempt:
+        """The attempt whose first token is the request's, as far as there is one."""
+        return next((one for one in self.attempts if one.first_token_s is not None), self.present)
+
+    @property
+    def left_attempt(self) -> Attempt | None:
+        """The one that the client has seen before the present one."""
+        former = (one for one in reversed(self.attempts) if one is not self.present)
+        return next((one for one in former if one.first_token_s is not None), None)
+
+    @property
+    def last_over(self) -> Over | None:
+        """What its relay has said last of an attempt that was over."""
+        return next((one.over for one in reversed(self.attempts) if one.over is not None), None)
+
+    def find_attempt(self, number: int) -> Attempt | None:
+        return next((one for one in self.attempts if one.number == number), None)
+
+    def find_failed_transfer(self) -> Attempt | None:
+        """The last attempt that was over for that."""
+        attempts = self.attempts[:-1]
+        failed = (one for one in reversed(attempts) if one.over is not None and one.over.cause is _TRANSFER_FAILED)
+        return next(failed, None)
+
+    def forget_avoided(self) -> None:
+        """It has waited: who could not take it before may be able to now."""
+        for attempt in self.attempts:
+            if attempt.over is not None:
+                refused_by = () if attempt.over.shown else attempt.over.refused_by
+                attempt.over = msgspec.structs.replace(attempt.over, avoid=(), refused_by=refused_by)
 
     def all_legs(self) -> list[LegEntry]:
-        """The legs of all hops."""
-        if len(self.hops) == 1 and self.pending is None and not self.strays:
-            return self.hops[0].legs
-        pending = [] if self.pending is None else self.pending.legs
-        return [*(leg for hop in self.hops for leg in hop.legs), *pending, *self.strays]
+        """The legs of all attempts."""
+        if len(self.attempts) == 1:
+            return self.attempts[0].legs
+        return [leg for one in self.attempts for leg in one.legs]
 
     def open_legs(self) -> list[LegEntry]:
         return [leg for leg in self.all_legs() if leg.state is not CLOSED]
@@ -294,25 +313,35 @@ class RequestRecord(msgspec.Struct, gc=False, eq=False):
     @property
     def due_s(self) -> float:
         """When its first token is due: the target counts from its arrival, whatever attempt this is."""
-        return self.ask.arrived_s + self.ttft_slo_s
+        return self.ask.arrived_s + self.ttft.slo_s
 
     def is_single(self) -> bool:
         """One prompt, one answer: an instance that has answered with an error holds nothing of it."""
         return self.ask.prompts == 1 and self.ask.samples == 1
 
-    def start_attempt(self, ask: Ask) -> None:
-        """Its relay asks again. What is known of the attempt so far moves to ``former``."""
-        hop, choice = self.hop, self.hop.choice
-        prefill, decode = (None, None) if choice is None else (choice.prefill.name, choice.decode.name)
-        self.former.append(FormerAttempt(prefill, decode, ask.retry_reason.name.lower(), ask.detail))
-        self.attempt, self.key = ask.attempt, (self.rid, ask.attempt)
-        self.serial = max(self.serial, ask.attempt)
-        hop.roll_back()
+    def next_attempt(self, cause: str, *, how: MoveKind | None = None, delivered_tokens: int = 0) -> Attempt:
+        """Another one, which waits for an instance; the caller makes it the present one or the candidate."""
+        self.last_number += 1
+        attempt = Attempt(self.last_number, cause, how, delivered_tokens=delivered_tokens)
+        self.attempts.append(attempt)
+        return attempt
+
+    def begin_attempt(self, over: Over, now_s: float) -> Attempt:
+        """The present attempt is over; another one waits for an instance."""
+        lost = over.shown or over.cause in LOSSES
+        how = MoveKind.REDO if lost else None
+        self.present = self.next_attempt(over.cause.label, how=how, delivered_tokens=over.delivered_tokens)
+        self.present.asked_s = now_s
+        return self.present
+
+    def show_rest(self, view: RequestView, delivered_tokens: int) -> None:
+        """To the policy, what is left of it is a request of its own: ``view``."""
+        self.view, self.known_to_policy, self.policy_tokens = view, False, delivered_tokens
 
     def set_view_times(self, clock: DeviceClock) -> None:
         view = self.view
         view.arrival_s = clock.device_s(self.ask.arrived_s)
-        view.ttft_slo_s, view.tpot_slo_s = clock.device_s(self.ttft_slo_s), clock.device_s(self.tpot_slo_s)
+        view.ttft_slo_s, view.tpot_slo_s = clock.device_s(self.ttft.slo_s), clock.device_s(self.tpot.slo_s)
 
     def outcome_for(self, reported: Outcome) -> Outcome:
         """How it has ended, given what its relay reports."""
@@ -324,23 +353,36 @@ class RequestRecord(msgspec.Struct, gc=False, eq=False):
         self.prompt.keys = ()
 
 
+_NOWHERE = Attempt()
+# Attempts that were over because of what became of their instance, or of its connection.
+LOSSES = frozenset({Cause.LOST, Cause.BROKEN, Cause.ABORTED})
+
+
 def record_of(
     ask: Ask, view: RequestView, prompt: Prompt, *, default_ttft_slo_s: float, default_tpot_slo_s: float
 ) -> RequestRecord:
-    """The record of a new request; the body of ``ask`` is not kept."""
-    ttft, tpot = find_ttft_target(ask, default_ttft_slo_s), find_tpot_target(ask, default_tpot_slo_s)
-    return RequestRecord(
+    """The record of a request that its relay asks about for the first time, as far as is known here. The body of
+    ``ask`` is not kept. ``ask.over``: of an attempt that a former life of the control plane has made."""
+    over = ask.over
+    former = [] if over is None else [Attempt(over.attempt, state=OVER, ended_s=over.at_s, over=over)]
+    record = RequestRecord(
         ask.rid,
-        ask.relay,
-        ask if ask.body is None else msgspec.structs.replace(ask, body=None),
+        ask if ask.body is None and over is None else msgspec.structs.replace(ask, body=None, over=None),
         view,
         prompt,
-        ttft.slo_s,
-        tpot.slo_s,
-        slo_from=(ttft.source, tpot.source),
-        tenant=ask.tenant or "",
-        priority=ask.priority or 0,
-        attempt=ask.attempt,
-        reached=ask.reached,
-        refused_by=ask.refused_by,
+        find_ttft_target(ask, default_ttft_slo_s),
+        find_tpot_target(ask, default_tpot_slo_s),
+        present=former[0] if former else _NOWHERE,
+        attempts=former,
+        last_number=0 if over is None else over.attempt,
     )
+    if over is None:
+        record.present = record.next_attempt(DISPATCH)
+    else:
+        record.begin_attempt(over, over.at_s)
+    return record
+
+
+def name_at_instance(record: RequestRecord, attempt: Attempt) -> str:
+    """The id under which the instances of ``attempt`` know the request."""
+    return rid_at_instance(record.rid, attempt.number)

@@ -95,11 +95,11 @@ class RunningRequests:
         find_record = self.orders.find_record
         for _, rows in worker.rows.values():
             for row in rows:
-                rid, reached = find_rid(row.rid)
+                rid, number = find_rid(row.rid)
                 record = find_record(rid)
-                if record is None or record.stage is ENDED or record.reached != reached:
+                if record is None or record.state is ENDED or record.present.number != number:
                     continue
-                if record.hop.decode is worker:
+                if record.present.decode is worker:
                     yield row, record
 
     def _may_move(self, record: RequestRecord, row: RequestRow, view: InstanceView) -> bool:
@@ -109,9 +109,9 @@ class RunningRequests:
             return False
         if (
             row.held
-            or record.pending is not None
+            or record.candidate is not None
             or view.kind is not InstanceKind.STATELESS
-            or record.stage is not STREAMING
+            or record.state is not STREAMING
         ):
             return False
         return record.is_single() and record.ask.stream and not self.orders.is_cooling_down(record)

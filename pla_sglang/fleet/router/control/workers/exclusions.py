@@ -3,7 +3,8 @@
 An instance that refuses a request for load (429, 503) is overloaded, not unhealthy. For a short while nothing goes
 there that can go elsewhere, and the refused request never goes there again. An instance whose breaker is on trial gets
 that one request.
-An instance that cannot serve a request at all, as it says of itself, never gets it.
+An instance that cannot serve a request at all, as it says of itself, never gets it. A request that was at others before
+does not go where it was lost; and what there is of its answer only goes where another instance's can go on.
 Policies are asked as if these instances were not there; what controls pools and roles sees all of them.
 """
 
@@ -17,7 +18,7 @@ from pla_sglang.fleet.router.control.workers.breaker import BreakerState
 from pla_sglang.fleet.router.control.workers.discovery import Description
 from pla_sglang.fleet.router.control.workers.table import Worker, WorkerState, WorkerTable
 from pla_sglang.fleet.router.wire.inference import BY_ENDPOINT
-from pla_sglang.fleet.router.wire.messages import Ask
+from pla_sglang.fleet.router.wire.messages import Ask, Over
 from pla_sglang.policy.admission import AdmissionReason, Verdict
 from pla_sglang.policy.interface.fast_enum import FastEnum
 from pla_sglang.policy.interface.fleet import InstanceKind, InstanceView
@@ -30,6 +31,9 @@ class Exclusion(FastEnum):
     FULL = "full"  # it has just refused a request for load
     BREAKER = "breaker"  # its breaker is not closed, and its trial is under way
     REFUSED = "refused_it"  # it has refused this very request for load
+    LOST = "lost_with_it"  # it was lost while the request ran there
+    AVOIDED = "avoided"  # the request could not be sent there, or, amid its answer, was refused there
+    NO_REST = "takes_no_rest"  # it cannot go on with an answer that has begun
     MODEL = "other_model"  # the path needs a model that generates, or one that embeds, and it has the other
     ADAPTER = "no_adapter"  # it serves no LoRA adapters, or not this one and another instance does
     CONTEXT = "over_context"  # the prompt is longer than its context
@@ -51,7 +55,7 @@ class ExclusionKnobs:
         check_fields(self, "exclusions")
 
 
-_FULL, _BREAKER, _REFUSED, _MODEL, _ADAPTER, _CONTEXT = Exclusion
+_FULL, _BREAKER, _REFUSED, _LOST, _AVOIDED, _NO_REST, _MODEL, _ADAPTER, _CONTEXT = Exclusion
 _ADMISSION = {
     _MODEL: AdmissionReason.OTHER_MODEL,
     _ADAPTER: AdmissionReason.NO_ADAPTER,
@@ -75,21 +79,35 @@ class Exclusions:
 
     def find(
         self,
-        refused_by: Collection[int],
         now_s: float,
         *,
+        over: Over | None = None,
         unfit: Mapping[InstanceView, Exclusion] = _NONE,
         whole_only: bool = False,
     ) -> Mapping[InstanceView, Exclusion]:
-        """For one request. ``refused_by``: numbers of the workers that have refused it for load. ``unfit``: as
-        ``find_unfit`` says. ``whole_only``: a pair cannot serve it, so an instance that is full and can do it whole is
-        not left out for a pair.
+        """For one request.
 
         A request that nobody has refused yet goes somewhere even if all have just said that they are full: one of them
         may have room by now, and its client then gets that instance's own answer.
+
+        Args:
+            over: what became of its last attempt, and who is left out for those before.
+            unfit: as ``find_unfit`` says.
+            whole_only: a pair cannot serve it, so an instance that is full and can do it whole is not left out for a
+                pair.
         """
-        if not self._table.restricted and not refused_by:
+        if not self._table.restricted and over is None:
             return unfit
+        excluded = self._find_restricted(now_s)
+        refused = over is not None and self._leave_out(excluded, over)
+        if not refused:
+            shown = over is not None and over.shown
+            kinds = (SERVES_WHOLE,) if shown else (PREFILLS, TAKES_HANDOFFS)
+            for one in (*kinds, SERVES_WHOLE) if whole_only else kinds:
+                self._allow_full(excluded, one, unfit)
+        return {**excluded, **unfit} if unfit else excluded
+
+    def _find_restricted(self, now_s: float) -> dict[InstanceView, Exclusion]:
         excluded: dict[InstanceView, Exclusion] = {}
         for worker in list(self._table.restricted):
             if not worker.breaker.admits():
@@ -98,13 +116,23 @@ class Exclusions:
                 excluded[worker.view] = _FULL
             elif worker.breaker.state is _CLOSED or worker.state is _DEAD:
                 self._table.restricted.discard(worker)
-        for number in refused_by:
-            if number in self._table.by_number:
-                excluded[self._table.by_number[number].view] = _REFUSED
-        if not refused_by:
-            for kinds in (PREFILLS, TAKES_HANDOFFS, SERVES_WHOLE) if whole_only else (PREFILLS, TAKES_HANDOFFS):
-                self._allow_full(excluded, kinds, unfit)
-        return {**excluded, **unfit} if unfit else excluded
+        return excluded
+
+    def _leave_out(self, excluded: dict[InstanceView, Exclusion], over: Over) -> bool:
+        """Whom a request that was at others before does not go to. True if some have refused it for load, from the
+        beginning."""
+        by_number = self._table.by_number
+        if over.shown:
+            for worker in self._table:
+                if not worker.takes_rest():
+                    excluded[worker.view] = _NO_REST
+        avoid = over.avoid + over.refused_by if over.shown else over.avoid
+        reasons = ((avoid, _AVOIDED), (() if over.shown else over.refused_by, _REFUSED), (over.lost_with, _LOST))
+        for numbers, reason in reasons:
+            for number in numbers:
+                if number in by_number:
+                    excluded[by_number[number].view] = reason
+        return bool(over.refused_by) and not over.shown
 
     def _allow_full(
         self,

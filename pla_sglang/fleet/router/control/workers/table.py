@@ -138,6 +138,11 @@ class Worker:
         drained = self.state is WorkerState.DRAINING and self.reason is not WorkerReason.ENDING
         return not (self.leaves or drained or (self.wants_drain and self.expected_identity))
 
+    def takes_rest(self) -> bool:
+        """True if it can go on with an answer that another instance has begun."""
+        whole = self.view.kind is InstanceKind.UNIFIED or self.view.kind is InstanceKind.STATELESS
+        return whole and self.description is not None and self.description.hops
+
     def to_saved(self) -> SavedWorker:
         """What outlives a restart of the router."""
         identity = self.expected_identity if self.description is None else self.description.identity
