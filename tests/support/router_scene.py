@@ -76,9 +76,25 @@ class Scene:
         assert isinstance(answer, m.Refuse)
         return answer
 
-    def reach(self, rid: str, *milestones: m.Milestone) -> None:
+    def ask_again(
+        self,
+        rid: str,
+        attempt: int,
+        cause: m.Cause = m.Cause.LOST,
+        *,
+        tokens: int = 0,
+        over: dict[str, Any] | None = None,
+        **fields: Any,
+    ) -> m.Assign | m.Refuse | None:
+        """The attempt is over, and its client has ``tokens`` of the answer. ``over``: further fields of it; ``fields``:
+        of the Ask. The answer, if there is one at once."""
+        told = {"shown": tokens > 0, "delivered_tokens": tokens} | (over or {})
+        return self.ask(rid, over=m.Over(attempt, cause, time.monotonic(), **told), **fields)
+
+    def reach(self, rid: str, *milestones: m.Milestone, attempt: int = 1, **fields: Any) -> None:
+        """``fields``: of each ``Progress``."""
         for milestone in milestones:
-            self.plane.on_message(m.Progress(rid, milestone, time.monotonic()))
+            self.plane.on_message(m.Progress(rid, milestone, time.monotonic(), attempt=attempt, **fields))
 
     def ended(self, rid: str, outcome: m.Outcome = m.Outcome.OK, **fields: Any) -> None:
         self.plane.on_message(m.Completed(rid, outcome, 200, time.monotonic(), **({"output_tokens": 5} | fields)))

@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
+from pla_sglang.fleet.router.attempt_rules import RULES, Who
 from pla_sglang.fleet.router.control.knobs import ControlKnobs
 from pla_sglang.fleet.router.control.observability.explain import ExplainStore, note_choice
 from pla_sglang.fleet.router.control.observability.series import RouterSeries
@@ -128,7 +129,10 @@ class RequestDispatcher:
             self.duplicates[ask.rid] += 1
             self._send_refusal(ask, _DUPLICATE)
         elif ask.over is not None and _is_of_present(record, ask.over):
-            self._go_on(record, ask.over, now_s)
+            if _may_go_on(record, ask.over):
+                self._go_on(record, ask.over, now_s)
+            else:
+                self._send_refusal(ask, _DUPLICATE, over=ask.over.attempt)
         # Else it is said again: the relay has the table of a new control plane, which had it already.
 
     def _open(self, ask: m.Ask, now_s: float) -> None:
@@ -452,6 +456,14 @@ class RequestDispatcher:
 
 def _is_of_present(record: RequestRecord, over: m.Over) -> bool:
     return over.attempt == record.present.number and record.state in (PREFILL, STREAMING)
+
+
+def _may_go_on(record: RequestRecord, over: m.Over) -> bool:
+    """A relay asks for nothing else; if one did, its client would get the beginning twice."""
+    if over.shown:
+        return RULES[over.cause].shown is not Who.NONE
+    former = (attempt.over for attempt in record.attempts)
+    return record.state is not STREAMING and not any(before is not None and before.shown for before in former)
 
 
 def _choose_without_policy(record: RequestRecord, runner: PairRunner) -> Choice | None:
