@@ -381,9 +381,10 @@ class RequestDispatcher:
             record.view.cached = self.prompts.find_cached(record.prompt)
 
     def _ask_policy(self, record: RequestRecord, runner: PairRunner, now_s: float) -> Choice | None:
-        """Of a request that goes on behind what there is of its answer, the one that would prefill it does the rest,
-        too: no leg of a pair can prefill an answer that has begun and hand it over (docs/reference/migration.md, "Moves
-        in the router")."""
+        """A request that goes on behind what there is of its answer stays whole at the one that would prefill it.
+
+        No leg of a pair can prefill an answer that has begun and hand it over.
+        """
         view, over = record.view, record.last_over
         if over is None or not over.shown:
             can_move = record.ask.stream and record.is_single()

@@ -48,7 +48,10 @@ class Suspects:
     def judge(
         self, record: RequestRecord, over: Over, worker: Worker, others: Iterable[RequestRecord]
     ) -> Suspicion | None:
-        """Of a request whose present attempt is ``over`` with ``worker``, which may be gone. ``others``: open ones."""
+        """Why a request whose present attempt is ``over`` with ``worker`` goes nowhere else; None: it may.
+
+        ``others``: requests that are open.
+        """
         if not self.died_by_itself(worker, over.at_s):
             return None
         if not over.shown:

@@ -136,7 +136,7 @@ class Progress(Message, frozen=True):
 
 
 class Dropped(Message, frozen=True):
-    """Nothing comes of the attempt that was to take a held request over; the present one goes on."""
+    """Nothing comes of the attempt that was to take a paused request over; the present one goes on."""
 
     rid: str
     attempt: int
