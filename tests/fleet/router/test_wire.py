@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from fake_sglang import FakeSglang, Script, end_of_words
 from support.relays import Setting, TurnControl
@@ -19,6 +20,7 @@ from pla_sglang.fleet.router.wire import endpoints
 from pla_sglang.fleet.router.wire import messages as m
 from pla_sglang.fleet.router.wire.endpoints import ControlWire, RelayWire
 from pla_sglang.fleet.router.wire.frames import FramedConnection
+from pla_sglang.fleet.router.wire.protocols import RelayPort
 
 NOBODY = (1 << 22) + 1  # no process has such an id
 
@@ -215,3 +217,32 @@ async def test_nonsense_from_a_relay_ends_its_membership(address: str) -> None:
         stranger._connection.send_frame(b"\x91\x92nonsense")
         await Setting(None, plane, []).until(lambda: 7 not in plane.ports)  # type: ignore[arg-type]
         stranger.close_wire()
+
+
+@pytest.mark.parametrize("table", [m.Table(1, 1, (), serving=True, protocol=m.PROTOCOL + 1), None])
+async def test_a_control_plane_of_another_version_is_refused_with_one_line(
+    table: m.Table | None, address: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where its messages cannot even be read."""
+
+    class Stranger(TurnControl):
+        def attach_relay(self, relay: int, port: RelayPort) -> None:
+            self.ports[relay] = port
+            for _ in range(3):
+                port.on_message(m.Heartbeat() if table is None else table)
+
+    end = RelayWire(address, 0, now_s=time.monotonic)
+    told: list[m.FromControl] = []
+    if table is None:
+        monkeypatch.setattr(endpoints, "_encode", lambda messages: msgspec.msgpack.encode([["Unheard", 1]]))
+    async with control_end(address, plane := Stranger()):
+        end.start_wire(told.append, lambda: None)
+        async with asyncio.timeout(10):
+            while not caplog.records:
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        assert end.is_silent()
+        end.close_wire()
+    assert plane.ports
+    assert not any(isinstance(message, m.Table) for message in told)
+    assert len([record for record in caplog.records if "does not know" in record.getMessage()]) == 1

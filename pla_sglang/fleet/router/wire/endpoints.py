@@ -22,6 +22,7 @@ import msgspec
 from pla_sglang.fleet.router.wire.frames import FramedConnection
 from pla_sglang.fleet.router.wire.messages import (
     HEARTBEAT_INTERVAL_S,
+    PROTOCOL,
     Completed,
     FromControl,
     FromRelay,
@@ -64,6 +65,7 @@ class RelayWire:
         self._on_message: Callable[[FromControl], None]
         self._on_attached: Callable[[], None]
         self._attaching = False
+        self._refused = False  # the other end speaks another version, as the log says
         self._connection: FramedConnection | None = None
         self._connecting: asyncio.Task[None] | None = None
 
@@ -110,13 +112,28 @@ class RelayWire:
         self._send_outgoing()
 
     def _on_frame(self, connection: FramedConnection, frame: bytes) -> None:
+        try:
+            messages = _from_control(frame)
+        except msgspec.DecodeError as error:
+            self._refuse_version(str(error))
+            return
         self._last_frame_s = self._now_s()
-        for message in _from_control(frame):
+        for message in messages:
+            if isinstance(message, Table) and message.protocol != PROTOCOL:
+                self._refuse_version(f"version {message.protocol}, not {PROTOCOL}")
+                return
             if self._attaching:  # a relay that was attached all the time gets a heartbeat first, a new one its table
                 self._attaching = False
                 if isinstance(message, Table):
                     self._on_attached()
             self._on_message(message)
+
+    def _refuse_version(self, detail: str) -> None:
+        """Another version of us: nothing it says can be trusted, so it counts as silent."""
+        self._last_frame_s = float("-inf")
+        if not self._refused:
+            self._refused = True
+            _log.error("the control plane speaks what this relay does not know; nothing is served: %s", detail)
 
     async def _connect(self) -> None:
         while True:

@@ -275,6 +275,7 @@ class Table(Message, frozen=True):
         serving: whether a request could be dispatched now (/health).
         trace_share: of requests without a ``traceparent``, those that begin a trace of spans; None: spans are off.
         migration: requests may go on at another instance.
+        protocol: what the control plane speaks; a relay that speaks another version takes nothing from it.
     """
 
     epoch: int
@@ -284,6 +285,7 @@ class Table(Message, frozen=True):
     prompts: PromptDetail = PromptDetail.ESTIMATE
     trace_share: float | None = None
     migration: bool = False
+    protocol: int = PROTOCOL
 
 
 class Heartbeat(Message, frozen=True):
