@@ -11,7 +11,6 @@ from typing import Any
 from fake_sglang import FakeSglang, Script
 
 from pla_sglang.fleet.router.config import RelayConfig
-from pla_sglang.fleet.router.wire import messages as m
 from support.relays import Answer, Setting, serving
 from support.token_streams import (
     DONE,
@@ -84,13 +83,8 @@ async def fleet(
     *scripts: Script, config: RelayConfig | None = None, hops: Sequence[bool] = (), **control: Any
 ) -> AsyncIterator[Here]:
     instances = [TokenInstance(number, script, hops=not hops or hops[number]) for number, script in enumerate(scripts)]
-    async with serving(Here, instances, {"migration": True, "answer": assign_first} | control, config) as here:
+    async with serving(Here, instances, {"migration": True, "in_turn": False} | control, config) as here:
         yield here
-
-
-def assign_first(ask: m.Ask) -> m.Assign:
-    """The first instance that the request has not left."""
-    return m.Assign(ask.rid, ask.attempt, min({0, 1, 2} - {*ask.excluded, *ask.refused_by}), reason="first")
 
 
 def whole_of(fields: dict[str, Any], rid: str = "r", *, interval: int = 1) -> bytes:

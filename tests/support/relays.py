@@ -7,6 +7,7 @@ import contextlib
 import json
 import random
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -22,6 +23,14 @@ from support.serving import wait_until
 SettingT = TypeVar("SettingT", bound="Setting")
 
 
+LOST = (m.Cause.LOST, m.Cause.BROKEN, m.Cause.ABORTED)
+
+
+def refuse(ask: m.Ask, code: str, message: str, *, status: int = 503, retry_after_s: float | None = None) -> m.Refuse:
+    over = 0 if ask.over is None else ask.over.attempt
+    return m.Refuse(ask.rid, status, code, message, retry_after_s, over)
+
+
 @dataclass
 class TurnControl:
     """A control plane (``ControlPort``) with a fixed table. It keeps everything it hears.
@@ -29,7 +38,9 @@ class TurnControl:
     Attributes:
         answer: called for an Ask instead of assigning in turn; None leaves the question open.
         migration: streams are marked, and lost requests go on at the next instance that is not out of question.
+        in_turn: else each request gets the first instance that it has not left.
         silent: lost requests get no answer.
+        attempts: numbers of the last attempts, by rid.
     """
 
     workers: tuple[m.WorkerEntry, ...] = ()
@@ -40,7 +51,9 @@ class TurnControl:
     ports: dict[int, Any] = field(default_factory=dict)
     rooms: int = 0
     migration: bool = False
+    in_turn: bool = True
     silent: bool = False
+    attempts: Counter[str] = field(default_factory=Counter)
 
     async def start(self) -> None:
         """Nothing to begin."""
@@ -62,41 +75,63 @@ class TurnControl:
     def on_message(self, message: m.FromRelay) -> None:
         self.heard.append(message)
         if isinstance(message, m.Ask):
-            given = self.answer(message) if self.answer is not None else self.assign(message)
+            given = self.reply(message)
             if given is not None:
                 self.ports[message.relay].on_message(given)
-        elif isinstance(message, m.Lost) and not self.silent:
-            self.ports[0].on_message(self.go_on(message))
         elif isinstance(message, m.AdminAsk):
             body = json.dumps({"path": message.path, "method": message.method, "query": message.query}).encode()
             self.ports[message.relay].on_message(m.AdminResponse(message.number, 200, "application/json", body))
 
+    def reply(self, ask: m.Ask) -> m.Assign | m.Refuse | None:
+        if ask.over is None:
+            self.attempts[ask.rid] = 0
+        elif ask.over.shown or ask.over.cause in LOST:
+            return None if self.silent else self.assign_first(ask)
+        if self.answer is not None:
+            return self.answer(ask)
+        return self.assign(ask) if self.in_turn else self.assign_first(ask)
+
+    def next_attempt(self, rid: str) -> int:
+        self.attempts[rid] += 1
+        return self.attempts[rid]
+
     def assign(self, ask: m.Ask) -> m.Assign | m.Refuse:
         self.rooms += 1000
-        free = [worker for worker in self.workers if worker.number not in ask.excluded]
+        free = [worker for worker in self.workers if ask.over is None or worker.number not in ask.over.avoid]
         pick: dict[str, m.WorkerEntry] = {}
         for kind in ("unified", "prefill", "decode"):
             of_kind = [worker for worker in free if worker.kind == kind]
             if of_kind:
                 pick[kind] = of_kind[self.rooms // 1000 % len(of_kind)]
         if "unified" in pick:
-            return m.Assign(ask.rid, ask.attempt, pick["unified"].number, reason="turn")
+            return m.Assign(ask.rid, self.next_attempt(ask.rid), pick["unified"].number, reason="turn")
         if len(pick) < 2:
-            return m.Refuse(ask.rid, ask.attempt, 503, "no_instance", "nobody is ready", retry_after_s=0.2)
+            return refuse(ask, "no_instance", "nobody is ready", retry_after_s=0.2)
         return m.Assign(
-            *(ask.rid, ask.attempt, pick["decode"].number, pick["prefill"].number),
+            *(ask.rid, self.next_attempt(ask.rid), pick["decode"].number, pick["prefill"].number),
             bootstrap_host="10.0.0.9",
             bootstrap_port=8998,
             bootstrap_room=self.rooms,
             reason="turn",
         )
 
-    def go_on(self, lost: m.Lost) -> m.Continue | m.NoNextHop:
-        gone = {*lost.killed, *lost.avoided}
+    def assign_first(self, ask: m.Ask) -> m.Assign | m.Refuse:
+        over = ask.over
+        gone = set() if over is None else {*over.lost_with, *over.refused_by, *over.avoid}
         left = [worker.number for worker in self.workers if worker.number not in gone]
         if not left:
-            return m.NoNextHop(lost.rid, lost.hop, "nobody is left")
-        return m.Continue(lost.rid, lost.hop + 1, left[0], m.MoveKind.REDO, lost.hop, "survive")
+            return refuse(ask, "no_instance", "nobody is left")
+        return m.Assign(ask.rid, self.next_attempt(ask.rid), left[0], reason="first")
+
+    @property
+    def overs(self) -> list[m.Over]:
+        """Attempts that another question was asked for."""
+        return [ask.over for ask in self.of(m.Ask) if ask.over is not None]
+
+    @property
+    def resumed(self) -> list[m.Progress]:
+        """First events of attempts that go on with an answer."""
+        return [one for one in self.of(m.Progress) if one.gap_s is not None]
 
     def of(self, kind: type[Any]) -> list[Any]:
         return [message for message in self.heard if isinstance(message, kind)]
@@ -151,16 +186,16 @@ class Setting:
         """True once every question has its end, and nothing is left anywhere. Ids may be used again."""
         gauges = self.relay.read_gauges()
         left = [gauges[name] for name in ("open_requests", "buffered_bytes", "kept_bytes", "admin_requests")]
-        asked = sorted(ask.rid for ask in self.control.of(m.Ask) if ask.attempt == 1)
+        asked = sorted(ask.rid for ask in self.control.of(m.Ask) if ask.over is None)
         return not any(left) and sorted(ended.rid for ended in self.ended()) == asked
 
     def check_order(self) -> None:
         """No step follows an end."""
         over: set[str] = set()
         for message in self.control.heard:
-            if isinstance(message, m.Ask):
+            if isinstance(message, m.Ask) and message.over is None:
                 over.discard(message.rid)
-            elif isinstance(message, m.Progress):
+            elif isinstance(message, m.Ask | m.Progress | m.Dropped):
                 assert message.rid not in over
             elif isinstance(message, m.Completed):
                 over.add(message.rid)

@@ -44,7 +44,7 @@ def let_asks_wait(control: TurnControl) -> None:
     def answer_later(ask: m.Ask) -> None:
         asyncio.get_running_loop().call_later(WAIT_S, control.ports[ask.relay].on_message, assign(ask))
 
-    assign, control.answer = control.answer or control.assign, answer_later
+    assign, control.answer = control.assign if control.in_turn else control.assign_first, answer_later
 
 
 async def test_the_wait_for_an_instance_and_former_attempts_count() -> None:

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 from fake_sglang import Script
-from support.relays import Answer, Setting, request_bytes, setting
+from support.relays import Answer, Setting, refuse, request_bytes, setting
 
 from pla_sglang.fleet.router.config import RelayConfig
-from pla_sglang.fleet.router.relay import dispatched_request
+from pla_sglang.fleet.router.relay import request
 from pla_sglang.fleet.router.relay.response_errors import (
     NOT_FOR_ROOM,
     LoadRefusal,
@@ -35,7 +35,7 @@ def failures(here: Setting) -> list[tuple[int, m.FailureKind]]:
 
 
 def turns_down(ask: m.Ask) -> m.Refuse:
-    return m.Refuse(ask.rid, ask.attempt, 503, "all_full", "every instance is full", 1.0)
+    return refuse(ask, "all_full", "every instance is full", retry_after_s=1.0)
 
 
 def is_refusal(answer: Answer, code: int) -> bool:
@@ -53,10 +53,9 @@ async def test_a_full_instance_costs_another_dispatch(path: str, body: dict[str,
         assert answer.status == 200
         assert "error" not in answer.body.decode()
         assert "w0" in answer.body.decode()
-        first, second = here.control.of(m.Ask)
-        assert (second.attempt, second.retry_reason, second.refused_by) == (2, m.RetryReason.INSTANCE_FULL, (1,))
-        assert FULL in second.detail
-        assert (first.refused_by, second.reached) == ((), 1)
+        [over] = here.control.overs
+        assert (over.attempt, over.cause, over.shown, over.refused_by) == (1, m.Cause.FULL, False, (1,))
+        assert FULL in over.detail
         assert failures(here) == [(1, m.FailureKind.FULL)]
         assert [instance.bodies[0]["rid"] for instance in here.instances] == ["pla-2~r", "r"]
         assert not any(instance.aborted for instance in here.instances)
@@ -78,7 +77,7 @@ async def test_where_nobody_else_takes_it_the_client_gets_the_instances_own_answ
     path: str, body: dict[str, Any]
 ) -> None:
     async with setting("unified", scripts={0: Script(refusals=[503])}) as here:
-        here.control.answer = lambda ask: here.control.assign(ask) if ask.attempt == 1 else turns_down(ask)
+        here.control.answer = lambda ask: here.control.assign(ask) if ask.over is None else turns_down(ask)
         reader_answer = await here.ask(body, path)
         assert is_refusal(reader_answer, 503)
         assert reader_answer.status == (200 if body["stream"] else 503)
@@ -96,7 +95,7 @@ async def test_attempts_at_full_instances_are_bounded(path: str, body: dict[str,
     always = {0: Script(refusals=[503] * 9)}
     async with setting("unified", scripts=always, config=RelayConfig(full_attempts=2)) as here:
         assert is_refusal(await here.ask(body, path), 503)
-        assert [ask.attempt for ask in here.control.of(m.Ask)] == [1, 2]
+        assert [over.attempt for over in here.control.overs] == [1]
         assert failures(here) == [(0, m.FailureKind.FULL)] * 2
         assert here.ended()[0].outcome is m.Outcome.INSTANCE_REFUSED
 
@@ -149,8 +148,7 @@ def test_the_words_of_such_refusals_are_the_hosts() -> None:
 async def test_a_pair_of_which_one_is_full_is_left_behind(path: str, body: dict[str, Any], who: int) -> None:
     async with setting(*PAIR, scripts={who: Script(refusals=[503])}) as here:
         assert "w0" in (await here.ask(body, path)).body.decode()
-        reasons = [ask.retry_reason for ask in here.control.of(m.Ask)]
-        assert reasons == [m.RetryReason.NOT_SENT, m.RetryReason.INSTANCE_FULL]
+        assert [over.cause for over in here.control.overs] == [m.Cause.FULL]
         assert failures(here) == [(who, m.FailureKind.FULL)]
         for instance in here.instances:
             assert [fields["rid"] for fields in instance.bodies] == ["r", "pla-2~r"]
@@ -164,7 +162,7 @@ async def test_a_full_prefill_instance_is_told_by_its_code(path: str, body: dict
     """And in its words, without the framing of its answer."""
     config = RelayConfig(full_attempts=attempts)
     async with setting(*PAIR, scripts={0: Script(refusals=[503] * 3)}, config=config) as here:
-        here.control.answer = lambda ask: here.control.assign(ask) if ask.attempt == 1 else turns_down(ask)
+        here.control.answer = lambda ask: here.control.assign(ask) if ask.over is None else turns_down(ask)
         answer = await here.ask(body, path)
         assert (answer.status, answer.error["type"], answer.headers["retry-after"]) == (503, "instance_full", "1")
         assert answer.error["message"] == f"the prefill instance has refused the request: {FULL}"
@@ -187,7 +185,7 @@ async def test_a_prefills_other_refusals_keep_their_code() -> None:
 
 
 async def test_a_refusal_whose_stream_goes_on_is_forwarded_after_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatched_request, "HELD_S", 0.1)
+    monkeypatch.setattr(request, "HELD_S", 0.1)
     refusal = json.dumps({"error": {"message": FULL, "code": 503}}).encode()
 
     def event(index: int, body: dict[str, Any]) -> bytes:
@@ -290,7 +288,7 @@ async def test_an_event_in_pieces_is_read_as_a_whole() -> None:
 
 async def test_a_client_that_goes_while_a_refusal_is_held() -> None:
     async with setting("unified", scripts={0: Script(refusals=[503])}) as here:
-        here.control.answer = lambda ask: here.control.assign(ask) if ask.attempt == 1 else None
+        here.control.answer = lambda ask: here.control.assign(ask) if ask.over is None else None
         _, writer = await here.connect()
         writer.write(request_bytes(FORMS[0][1]))
         await here.until(lambda: len(here.control.of(m.Ask)) == 2)

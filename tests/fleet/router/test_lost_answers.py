@@ -82,8 +82,8 @@ async def test_a_stream_that_its_instance_gives_up_goes_on_elsewhere(
         assert answer.status == 200
         check_text(answer, fields)
         assert b"abort" not in answer.body.lower()
-        [lost] = here.control.of(m.Lost)
-        assert (lost.why, lost.killed, lost.shown) == (m.LossReason.ABORTED, (0,), events > 0)
+        [over] = here.control.overs
+        assert (over.cause, over.lost_with, over.shown) == (m.Cause.ABORTED, (0,), events > 0)
         assert [failure.kind for failure in here.control.of(m.Failure)] == [m.FailureKind.STATUS]
         assert [ended.outcome for ended in here.ended()] == [m.Outcome.OK]
 
@@ -100,7 +100,7 @@ async def test_a_request_that_is_refused_as_bad_in_its_stream_goes_nowhere_else(
     async with fleet(Script(aborts=[0], abort_code=400), Script()) as here:
         answer = await here.ask(GENERATE | {"rid": "r"})
         assert '"status_code":400' in answer.events[0]
-        assert not here.control.of(m.Lost)
+        assert not here.control.overs
         assert not here.control.of(m.Failure)
         assert not here.instances[1].bodies
 
@@ -162,7 +162,7 @@ async def test_a_stream_leaves_a_silent_instance_only_if_it_stands_still_and_can
     flows: bool, migration: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The instance may be alive: nothing ends for its silence."""
-    monkeypatch.setattr("pla_sglang.fleet.router.relay.request_moves.STILL_S", 30.0 if flows else 0.0)
+    monkeypatch.setattr("pla_sglang.fleet.router.relay.request.STILL_S", 30.0 if flows else 0.0)
     async with fleet(Script(holds=[700]), Script(), migration=migration) as here:
         reader, writer = await here.connect()
         writer.write(request_bytes(CHAT | {"rid": "r"}, "/v1/chat/completions"))
@@ -171,7 +171,7 @@ async def test_a_stream_leaves_a_silent_instance_only_if_it_stands_still_and_can
         here.control.ports[0].on_message(silence)
         here.control.ports[0].on_message(m.Abort("r", 502, "instance_silent", "late", worker=1, silent=True))
         leaves = migration and not flows
-        assert bool(here.control.of(m.Lost)) is leaves
+        assert bool(here.control.overs) is leaves
         here.instances[0].words.put_nowait("go")
         answer = await read_answer(reader)
         check_text(answer, CHAT)
@@ -191,5 +191,5 @@ async def test_a_silent_instance_costs_no_request_its_last_try() -> None:
             here.control.ports[0].on_message(m.Abort("r", 502, "s", "it says nothing", worker=1, silent=True))
         here.instances[1].words.put_nowait("go")
         check_text(await read_answer(reader), CHAT)
-        assert len(here.control.of(m.Lost)) == 1
+        assert len(here.control.overs) == 1
         writer.close()

@@ -105,7 +105,7 @@ def test_another_instance_goes_on_behind_any_byte(name: str, cuts: list[int], in
             break
         tags = {"pla_tokens": stream.ids.tolist(), "pla_seen": stream.seen} if stream.ids else {}
         request = marked(fields, pla_answer_id="r", **tags)
-        stream.begin_hop()
+        stream.begin_attempt()
     whole = content(fields, interval=1)
     assert text_of_all(passed) == text_of_all(whole)
     assert passed.count(DONE) == 1

@@ -9,17 +9,19 @@ import pytest
 
 from pla_sglang.fleet.router.wire import messages as m
 
-ASK = m.Ask("r", 0, m.Endpoint.CHAT, True, 1.5, body_bytes=30, input_tokens=7, excluded=(3,), body=b"{}")
+ASK = m.Ask("r", 0, m.Endpoint.CHAT, True, 1.5, body_bytes=30, input_tokens=7, body=b"{}")
+OVER = m.Over(1, m.Cause.LOST, 2.7, shown=True, delivered_tokens=12, lost_with=(2,), avoid=(3,), detail="reset")
 ASSIGN = m.Assign("r", 1, decode=2, prefill=1, bootstrap_host="h", bootstrap_port=9, bootstrap_room=(1 << 63) - 9)
 PROGRESS = m.Progress("r", m.Milestone.FIRST_TOKEN, 2.5)
 FROM_RELAY = [
     ASK,
     PROGRESS,
-    m.Lost("r", 1, 12, m.LossReason.DEAD, 2.7, shown=True, killed=(2,), avoided=(3,), detail="reset"),
-    m.Joined("r", 2, 2.9, 0.2),
+    msgspec.structs.replace(ASK, over=OVER),
+    m.Progress("r", m.Milestone.FIRST_TOKEN, 2.9, movable=True, attempt=2, gap_s=0.2),
+    m.Dropped("r", 3, m.Cause.RESUMED, 2.9, "it has gone on"),
     m.Completed("r", m.Outcome.CLIENT_GONE, 200, 3.0, first_s=2.5, aborted=(1, 2)),
     m.Failure(2, m.FailureKind.LOST, "reset", rid="r"),
-    m.Hello(0, m.PROTOCOL, 77, open=(m.OpenRequest(ASK, ASSIGN, (PROGRESS,)),)),
+    m.Hello(0, m.PROTOCOL, 77, open=(m.OpenRequest(ASK, ASSIGN, (PROGRESS,)),), asking=("s",)),
     m.RelayReport(0, {'bad_requests_total{reason="head"}': 1.0}, {"open_streams": 2.0}),
     m.AdminAsk(4, 0, "GET", "/pla/state", "", b""),
 ]
@@ -29,9 +31,8 @@ FROM_CONTROL = [
     ),
     m.Heartbeat(),
     ASSIGN,
-    m.Refuse("r", 1, 429, "overloaded", "try later", retry_after_s=1.5),
-    m.Continue("r", 2, 3, m.MoveKind.PULL, 1, "drain", 12, 2, "h", 8998, (1 << 63) - 9),
-    m.NoNextHop("r", 1, "no other instance"),
+    msgspec.structs.replace(ASSIGN, attempt=2, held_tokens=12),
+    m.Refuse("r", 429, "overloaded", "try later", retry_after_s=1.5, over=1),
     m.Abort("r", 499, "aborted", "by an operator"),
     m.AdminResponse(4, 200, "application/json", b"{}"),
 ]

@@ -12,7 +12,7 @@ from support.hop_fleet import CHAT, MARKS, Here, check_text, fleet
 from support.relays import read_answer, request_bytes
 from support.token_streams import make_answer, tokens_of
 
-from pla_sglang.fleet.router.relay import pull
+from pla_sglang.fleet.router.relay import request
 from pla_sglang.fleet.router.wire import messages as m
 
 PATH = "/v1/chat/completions"
@@ -27,9 +27,8 @@ def end_of(tokens: int) -> int:
     return answer.rindex(b"\r\n", 0, answer.index(mark) - 2) + 2
 
 
-def order(hop: int = 2, tokens: int = HELD, target: int = 1) -> m.Continue:
-    source = {"source": 0, "bootstrap_host": "10.0.0.9", "bootstrap_port": 8998, "bootstrap_room": 77}
-    return m.Continue("r", hop, target, m.MoveKind.PULL, hop - 1, "policy", tokens, **source)  # type: ignore[arg-type]
+def order(attempt: int = 2, tokens: int = HELD, target: int = 1) -> m.Assign:
+    return m.Assign("r", attempt, target, 0, "10.0.0.9", 8998, 77, "policy", held_tokens=tokens)
 
 
 async def begin(here: Here) -> asyncio.Task[Any]:
@@ -41,16 +40,18 @@ async def begin(here: Here) -> asyncio.Task[Any]:
 
 def known(here: Here) -> int:
     requests = list(here.relay.requests._by_rid.values())
-    stream = requests[0].life.response.marked if requests else None
+    stream = requests[0].response.marked if requests else None
     return 0 if stream is None else len(stream.ids)
 
 
 def tell(here: Here, message: m.FromControl) -> None:
+    if isinstance(message, m.Assign):
+        here.control.attempts[message.rid] = message.attempt
     here.control.ports[0].on_message(message)
 
 
-def losses(here: Here) -> list[tuple[int, m.LossReason]]:
-    return [(lost.hop, lost.why) for lost in here.control.of(m.Lost)]
+def dropped(here: Here) -> list[tuple[int, m.Cause]]:
+    return [(one.attempt, one.cause) for one in here.control.of(m.Dropped)]
 
 
 async def test_a_held_stream_goes_on_elsewhere() -> None:
@@ -65,28 +66,27 @@ async def test_a_held_stream_goes_on_elsewhere() -> None:
         room = {"bootstrap_host": "10.0.0.9", "bootstrap_port": 8998, "bootstrap_room": 77}
         assert sent == CHAT | room | {"rid": "pla-2~r"}
         assert (tags["pla_tokens"], tags["pla_answer_id"]) == (tokens_of(CHAT)[:HELD], "r")
-        [joined] = here.control.of(m.Joined)
-        assert joined.hop == 2
+        [resumed] = here.control.resumed
+        assert (resumed.attempt, resumed.milestone) == (2, m.Milestone.FIRST_TOKEN)
         assert len(here.relay.context.lingering) == 1  # the one it left ends when it is told to commit
         here.instances[0].words.put_nowait("commit")
         await here.until(lambda: not len(here.relay.context.lingering))
         assert here.instances[0].aborted == here.instances[1].aborted == []
-        assert losses(here) == []
+        assert dropped(here) == []
 
 
 async def test_a_held_stream_is_computed_again_elsewhere() -> None:
     """Its instance is told nothing of where the KV cache is."""
     async with fleet(Script(holds=[end_of(HELD)]), Script()) as here:
         asked = await begin(here)
-        redo = m.Continue("r", 2, 1, m.MoveKind.REDO, 1, "drain", HELD, source=0)
-        tell(here, redo)
+        tell(here, m.Assign("r", 2, 1, reason="drain", held_tokens=HELD))
         check_text(await asked, CHAT)
         [sent] = here.instances[1].bodies
         assert sent.pop("custom_params")["pla_tokens"] == tokens_of(CHAT)[:HELD]
         assert sent == CHAT | {"rid": "pla-2~r"}
         here.instances[0].words.put_nowait("commit")
         await here.until(lambda: not len(here.relay.context.lingering))
-        assert losses(here) == []
+        assert dropped(here) == []
 
 
 async def test_nothing_is_sent_before_everything_before_the_hold_is_here() -> None:
@@ -112,7 +112,7 @@ async def test_tokens_after_the_hold_win(early: bool) -> None:
             await here.until(lambda: here.instances[1].bodies)
         here.instances[0].words.put_nowait("go")
         check_text(await asked, CHAT)
-        assert losses(here) == [(2, m.LossReason.RESUMED)]
+        assert dropped(here) == [(2, m.Cause.RESUMED)]
         assert bool(here.instances[1].bodies) is not early
         if not early:
             await here.until(lambda: "pla-2~r" in here.instances[1].aborted)
@@ -122,25 +122,25 @@ async def test_tokens_after_the_hold_win(early: bool) -> None:
 @pytest.mark.parametrize(
     ("conduct", "why"),
     [
-        (Script(statuses=[410]), m.LossReason.REFUSED),
-        (Script(statuses=[503]), m.LossReason.FULL),
-        (Script(cuts=[0]), m.LossReason.DEAD),
-        (Script(cuts=[150]), m.LossReason.DEAD),
-        (None, m.LossReason.NOT_SENT),
+        (Script(statuses=[410]), m.Cause.REFUSED),
+        (Script(statuses=[503]), m.Cause.FULL),
+        (Script(cuts=[0]), m.Cause.LOST),
+        (Script(cuts=[150]), m.Cause.LOST),
+        (None, m.Cause.NOT_SENT),
     ],
 )
-async def test_a_target_that_cannot_changes_nothing(conduct: Script | None, why: m.LossReason) -> None:
+async def test_a_target_that_cannot_changes_nothing(conduct: Script | None, why: m.Cause) -> None:
     """The request goes on where it is held, and may be moved again, under an id that nobody has had."""
     async with fleet(Script(holds=[end_of(HELD)]), conduct or Script(), Script()) as here:
         if conduct is None:
             await here.instances[1].stop()
         asked = await begin(here)
         tell(here, order())
-        await here.until(lambda: losses(here) == [(2, why)])
-        tell(here, order(hop=3, target=2))
+        await here.until(lambda: dropped(here) == [(2, why)])
+        tell(here, order(attempt=3, target=2))
         check_text(await asked, CHAT)
         assert here.instances[2].bodies[0]["rid"] == "pla-3~r"
-        assert [joined.hop for joined in here.control.of(m.Joined)] == [3]
+        assert [resumed.attempt for resumed in here.control.resumed] == [3]
         here.instances[0].words.put_nowait("commit")
 
 
@@ -153,7 +153,8 @@ async def test_the_instance_that_holds_it_dies_meanwhile() -> None:
         second.stops_at = None
         await here.instances[0].stop()
         check_text(await asked, CHAT)
-        assert losses(here) == [(1, m.LossReason.BROKEN)]
+        assert [(over.attempt, over.cause) for over in here.control.overs] == [(1, m.Cause.BROKEN)]
+        assert dropped(here) == []
         await here.until(lambda: "pla-2~r" in here.instances[1].aborted)
 
 
@@ -187,30 +188,30 @@ async def test_a_control_plane_that_restarts_knows_of_no_move() -> None:
         here.control.epoch = 2
         tell(here, here.control.table())
         [opened] = here.control.of(m.Hello)[-1].open
-        assert (opened.hop, opened.lost, opened.assign.decode) == (1, False, 0)
+        assert (opened.assign.attempt, opened.assign.decode, opened.last_attempt) == (1, 0, 2)
         await here.until(lambda: "pla-2~r" in here.instances[1].aborted)
         here.instances[0].words.put_nowait("go")
         check_text(await asked, CHAT)
-        assert losses(here) == []
+        assert dropped(here) == []
 
 
 async def test_a_control_plane_that_restarts_behind_a_move() -> None:
     async with fleet(Script(holds=[end_of(HELD)]), Script(holds=[300])) as here:
         asked = await begin(here)
         tell(here, order())
-        await here.until(lambda: here.control.of(m.Joined))
+        await here.until(lambda: here.control.resumed)
         here.control.epoch = 2
         tell(here, here.control.table())
         [opened] = here.control.of(m.Hello)[-1].open
-        assert (opened.hop, opened.assign.decode, opened.assign.prefill) == (2, 1, None)
-        assert (opened.ask.reached, opened.ask.attempt) == (1, 2)
+        assert (opened.assign.attempt, opened.assign.decode, opened.assign.prefill) == (2, 1, None)
+        assert (opened.last_attempt, opened.delivered_tokens >= HELD) == (2, True)
         here.instances[1].words.put_nowait("go")
         check_text(await asked, CHAT)
         here.instances[0].words.put_nowait("commit")
 
 
 async def test_an_instance_that_does_not_end_what_was_taken_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pull, "LEFT_S", 0.1)
+    monkeypatch.setattr(request, "LEFT_S", 0.1)
     async with fleet(Script(holds=[end_of(HELD)]), Script()) as here:
         asked = await begin(here)
         tell(here, order())
@@ -224,19 +225,19 @@ async def test_orders_that_do_not_fit() -> None:
     async with fleet(Script(holds=[end_of(HELD)]), Script(), Script()) as here:
         tell(here, order())
         asked = await begin(here)
-        tell(here, order(hop=1))
+        tell(here, order(attempt=1))
         tell(here, order())
-        tell(here, order(hop=3, target=2))
+        tell(here, order(attempt=3, target=2))
         check_text(await asked, CHAT)
-        tell(here, order(hop=4))
+        tell(here, order(attempt=4))
         assert not here.instances[2].bodies
-        assert losses(here) == []
+        assert dropped(here) == []
         here.instances[0].words.put_nowait("commit")
         here.instances[0].script.holds, here.instances[0].script.mute = [300], True
         asked = asyncio.ensure_future(here.ask(BODY, PATH))
-        await here.until(lambda: len(here.control.of(m.Progress)) == 4)
+        await here.until(lambda: len(here.control.of(m.Progress)) == 5)
         tell(here, order())
-        assert losses(here) == [(2, m.LossReason.REFUSED)]
+        assert dropped(here) == [(2, m.Cause.REFUSED)]
         here.instances[0].words.put_nowait("go")
         check_text(await asked, CHAT)
 
@@ -245,7 +246,7 @@ async def test_a_dead_instance_that_the_request_has_left_is_nothing_to_it() -> N
     async with fleet(Script(holds=[end_of(HELD)]), Script(holds=[300])) as here:
         asked = await begin(here)
         tell(here, order())
-        await here.until(lambda: here.control.of(m.Joined))
+        await here.until(lambda: here.control.resumed)
         tell(here, m.Abort("r", 502, "instance_dead", "it is dead", worker=5))
         here.instances[1].words.put_nowait("go")
         check_text(await asked, CHAT)

@@ -11,7 +11,7 @@ from fake_sglang import Script, transfer_failure
 from support.relays import Setting, request_bytes, setting
 
 from pla_sglang.fleet.router.config import RelayConfig
-from pla_sglang.fleet.router.relay import attempt_cancellation
+from pla_sglang.fleet.router.relay import attempt
 from pla_sglang.fleet.router.relay.response_errors import transfer_failed
 from pla_sglang.fleet.router.wire import messages as m
 
@@ -21,15 +21,16 @@ ASK = {"text": "hello", "rid": "r", "sampling_params": {"max_new_tokens": 4}}
 STREAM = ASK | {"stream": True}
 
 
-def attempts(here: Setting) -> list[tuple[int, m.RetryReason]]:
-    return [(ask.attempt, ask.retry_reason) for ask in here.control.of(m.Ask)]
+def attempts(here: Setting) -> list[tuple[int, m.Cause] | None]:
+    """The questions: after which attempt, and why."""
+    return [ask.over and (ask.over.attempt, ask.over.cause) for ask in here.control.of(m.Ask)]
 
 
 def bootstrap(room: int) -> dict[str, Any]:
     return {"bootstrap_host": "10.0.0.9", "bootstrap_port": 8998, "bootstrap_room": room}
 
 
-TWICE = [(1, m.RetryReason.NOT_SENT), (2, m.RetryReason.TRANSFER_FAILED)]
+TWICE = [None, (1, m.Cause.TRANSFER_FAILED)]
 
 
 @pytest.mark.parametrize("body", [ASK, STREAM])
@@ -42,7 +43,7 @@ async def test_another_attempt_follows(who: int, body: dict[str, Any]) -> None:
         assert answer.status == 200
         assert "abort" not in answer.body.decode()
         assert attempts(here) == TWICE
-        assert "transfer failed for request" in here.control.of(m.Ask)[1].detail
+        assert "transfer failed for request" in here.control.overs[0].detail
         for instance in here.instances:
             first, second = instance.bodies
             assert first == body | bootstrap(1000) | {"rid": "r"}
@@ -86,7 +87,7 @@ async def test_attempts_are_bounded() -> None:
         answer = await here.ask(STREAM)
         assert (answer.status, answer.error["type"]) == (502, "transfer_failed")
         assert "attempt 3" in answer.error["message"]
-        assert [attempt for attempt, _ in attempts(here)] == [1, 2, 3]
+        assert [over.attempt for over in here.control.overs] == [1, 2]
         assert here.ended()[0].outcome is m.Outcome.PREFILL_FAILED
 
 
@@ -123,17 +124,13 @@ async def test_connections_that_fail_and_transfers_that_fail_are_counted_apart()
     async with setting("prefill", "decode", "decode", scripts=scripts, config=limits) as here:
         await here.instances[2].stop()
         assert (await here.ask(STREAM)).status == 200
-        reasons = [again for attempt, again in attempts(here) if attempt > 1]
-        assert sorted(reasons) == [
-            m.RetryReason.NOT_SENT,
-            m.RetryReason.TRANSFER_FAILED,
-            m.RetryReason.TRANSFER_FAILED,
-        ]
+        causes = sorted(over.cause for over in here.control.overs)
+        assert causes == [m.Cause.NOT_SENT, m.Cause.TRANSFER_FAILED, m.Cause.TRANSFER_FAILED]
 
 
 async def test_an_instance_that_does_not_end_it_costs_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody knows what it still does, so the request is not sent again."""
-    monkeypatch.setattr(attempt_cancellation, "ROLL_BACK_S", 0.2)
+    monkeypatch.setattr(attempt, "ROLL_BACK_S", 0.2)
     scripts = {PREFILL: Script(transfers=["failed"]), DECODE: Script(deaf=True)}
     async with setting(*PAIR, scripts=scripts) as here:
         answer = await here.ask(STREAM)
@@ -179,7 +176,7 @@ async def test_a_control_plane_that_restarts_meanwhile_hears_of_both_attempts() 
         here.control.epoch = 2
         here.relay.on_message(here.control.table())
         [opened] = here.control.of(m.Hello)[-1].open
-        assert (opened.ask.attempt, [progress.milestone for progress in opened.progress]) == (1, [m.Milestone.SENT])
+        assert (opened.assign.attempt, [progress.milestone for progress in opened.progress]) == (1, [m.Milestone.SENT])
         here.instances[DECODE].held["r"].set()
         assert (await asked).status == 200
         assert attempts(here) == TWICE

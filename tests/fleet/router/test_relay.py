@@ -155,8 +155,9 @@ async def test_an_unreachable_instance_costs_another_dispatch(kinds: tuple[str, 
         await here.instances[-1].stop()
         for _ in range(4):
             assert (await here.ask(ASK)).status == 200
-        asks = here.control.of(m.Ask)
-        assert {ask.excluded for ask in asks if ask.attempt == 2} == {(len(kinds) - 1,)}
+        assert {(over.attempt, over.cause, over.avoid) for over in here.control.overs} == {
+            (1, m.Cause.NOT_SENT, (len(kinds) - 1,))
+        }
         assert {failure.kind for failure in here.control.of(m.Failure)} == {m.FailureKind.CONNECT}
         assert len(here.instances[0].bodies) == (2 + 2 if kinds[0] == "unified" else 4)
 
@@ -164,15 +165,15 @@ async def test_an_unreachable_instance_costs_another_dispatch(kinds: tuple[str, 
 async def test_nobody_reachable() -> None:
     async with setting("unified", config=RelayConfig(connect_attempts=2)) as here:
         await here.instances[0].stop()
-        here.control.answer = lambda ask: m.Assign(ask.rid, ask.attempt, 0)
+        here.control.answer = lambda ask: m.Assign(ask.rid, here.control.next_attempt(ask.rid), 0)
         answer = await here.ask(ASK)
         assert (answer.status, answer.error["type"]) == (502, "upstream_unreachable")
-        assert [ask.attempt for ask in here.control.of(m.Ask)] == [1, 2]
+        assert [over.attempt for over in here.control.overs] == [1]
 
 
 async def test_what_control_says_is_done() -> None:
     async with setting("unified", scripts={0: Script(gap_s=30)}) as here:
-        here.control.answer = lambda ask: m.Refuse(ask.rid, ask.attempt, 429, "overloaded", "later", 1.2)
+        here.control.answer = lambda ask: m.Refuse(ask.rid, 429, "overloaded", "later", 1.2)
         answer = await here.ask(ASK)
         assert (answer.status, answer.headers["retry-after"], answer.error["type"]) == (429, "2", "overloaded")
         here.control.answer = None

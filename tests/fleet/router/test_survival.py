@@ -98,11 +98,11 @@ async def test_what_is_sent_where() -> None:
         assert tags["pla_tokens"] == tokens_of(CHAT)[: len(tags["pla_tokens"])]
         assert (tags["pla_movable"], tags["pla_answer_id"], tags["pla_prompt"]) == (1, "r", "7:abc")
         assert here.instances[0].aborted[:1] == ["r"]
-        [lost], [joined], [ended] = here.control.of(m.Lost), here.control.of(m.Joined), here.ended()
-        assert (lost.hop, lost.why, lost.shown, lost.killed) == (1, m.LossReason.BROKEN, True, (0,))
-        assert lost.tokens == len(tags["pla_tokens"])
-        assert joined.hop == 2
-        assert joined.gap_s >= 0
+        [over], [resumed], [ended] = here.control.overs, here.control.resumed, here.ended()
+        assert (over.attempt, over.cause, over.shown, over.lost_with) == (1, m.Cause.BROKEN, True, (0,))
+        assert over.delivered_tokens == len(tags["pla_tokens"])
+        assert (resumed.attempt, resumed.milestone, resumed.movable) == (2, m.Milestone.FIRST_TOKEN, True)
+        assert resumed.gap_s >= 0
         assert (ended.outcome, ended.status) == (m.Outcome.OK, 200)
         here.instances[0].script.cuts = [cut]
         await here.ask(CHAT | {"rid": "s"}, "/v1/chat/completions")
@@ -122,7 +122,7 @@ async def test_a_request_of_which_nothing_was_shown_goes_elsewhere_once() -> Non
         assert "custom_params" not in here.instances[0].bodies[1]["sampling_params"]
         answer = await here.ask(whole)
         assert (answer.status, answer.error["type"]) == (502, "upstream_lost")
-        assert [lost.shown for lost in here.control.of(m.Lost)] == [False] * 3
+        assert [over.shown for over in here.control.overs] == [False] * 3
         assert not here.instances[2].bodies
 
 
@@ -179,7 +179,7 @@ async def test_without_migration_nothing_is_different() -> None:
         assert here.instances[0].bodies == [CHAT | {"rid": "r"}]
         assert (await here.ask(CHAT, path)).status == 502
         assert '"upstream_broke_off"' in (await here.ask(CHAT | {"rid": "r"}, path)).events[-1]
-        assert here.control.of(m.Lost) == []
+        assert here.control.overs == []
         assert here.counted('unmovable_total{reason="instance"}') == 0
 
 
@@ -190,8 +190,8 @@ async def test_an_instance_that_does_not_take_it(status: int) -> None:
         answer = await here.ask(CHAT | {"rid": "r"}, "/v1/chat/completions")
         if status in (503, 429):
             check_text(answer, CHAT)
-            assert [lost.why for lost in here.control.of(m.Lost)] == [m.LossReason.BROKEN, m.LossReason.FULL]
-            assert here.control.of(m.Lost)[1].avoided == (1,)
+            assert [over.cause for over in here.control.overs] == [m.Cause.BROKEN, m.Cause.FULL]
+            assert here.control.overs[1].refused_by == (1,)
         else:
             assert json.loads(answer.events[-1])["error"]["message"].endswith("scripted")
             assert not here.instances[2].bodies
@@ -205,7 +205,8 @@ async def test_an_instance_that_cannot_be_reached_is_passed_over() -> None:
         await here.instances[1].stop()
         answer = await here.ask(CHAT | {"rid": "r"}, "/v1/chat/completions")
         check_text(answer, CHAT)
-        assert [lost.why for lost in here.control.of(m.Lost)] == [m.LossReason.BROKEN, m.LossReason.NOT_SENT]
+        assert [over.cause for over in here.control.overs] == [m.Cause.BROKEN, m.Cause.NOT_SENT]
+        assert here.control.overs[1].avoid == (1,)
         assert here.instances[2].bodies[0]["rid"] == "pla-3~r"
 
 
@@ -220,7 +221,7 @@ async def test_where_nobody_is_left_the_stream_ends_as_it_always_did() -> None:
 
 @pytest.mark.parametrize("how", ["client", "control", "silence", "stall", "drain"])
 @pytest.mark.parametrize("phase", ["asked", "sent"])
-async def test_the_end_of_a_request_between_two_hops(how: str, phase: str) -> None:
+async def test_the_end_of_a_request_between_two_attempts(how: str, phase: str) -> None:
     """While the control plane is asked, and while the next instance has not said anything."""
     config = RelayConfig(port=0, dispatch_timeout_s=60.0)
     if how == "silence" or how == "stall":
@@ -229,8 +230,7 @@ async def test_the_end_of_a_request_between_two_hops(how: str, phase: str) -> No
     async with fleet(Script(cuts=[600]), second, config=config, silent=phase == "asked") as here:
         reader, writer = await here.connect()
         writer.write(request_bytes(CHAT | {"rid": "r"}, "/v1/chat/completions"))
-        told = here.instances[1].bodies if phase == "sent" else here.control.of
-        await here.until(lambda: told if phase == "sent" else here.control.of(m.Lost))
+        await here.until(lambda: here.instances[1].bodies if phase == "sent" else here.control.overs)
         if how == "client":
             writer.close()
         elif how == "control":
@@ -263,15 +263,15 @@ async def test_a_dead_machine_closes_nothing_and_the_control_plane_says_so() -> 
         check_text(await asked, CHAT)
 
 
-async def test_a_control_plane_that_restarts_hears_of_a_request_between_two_hops() -> None:
+async def test_a_control_plane_that_restarts_hears_of_a_request_between_two_attempts() -> None:
     async with fleet(Script(cuts=[600]), Script(), silent=True) as here:
         asked = asyncio.ensure_future(here.ask(CHAT | {"rid": "r"}, "/v1/chat/completions"))
-        [lost] = await here.until(lambda: here.control.of(m.Lost))
+        [over] = await here.until(lambda: here.control.overs)
         here.control.epoch, here.control.silent = 2, False
         here.control.ports[0].on_message(here.control.table())
-        [opened] = here.control.of(m.Hello)[-1].open
-        assert (opened.hop, opened.tokens, opened.lost, opened.assign.decode) == (1, lost.tokens, True, 0)
-        assert here.control.of(m.Lost) == [lost, lost]
+        hello = here.control.of(m.Hello)[-1]
+        assert (hello.open, hello.asking) == ((), ("r",))
+        assert here.control.overs == [over, over]
         check_text(await asked, CHAT)
 
 
@@ -279,13 +279,13 @@ async def test_late_answers_of_the_control_plane_change_nothing() -> None:
     async with fleet(Script(cuts=[600]), Script(), Script()) as here:
         port = here.control.ports[0]
         asked = asyncio.ensure_future(here.ask(CHAT | {"rid": "r"}, "/v1/chat/completions"))
-        await here.until(lambda: here.control.of(m.Lost))
-        for order in (m.Continue("r", 2, 2, m.MoveKind.REDO, 5), m.Continue("r", 9, 2, m.MoveKind.REDO, 5)):
-            port.on_message(order)
-        port.on_message(m.NoNextHop("r", 1, "too late"))
+        await here.until(lambda: here.control.overs)
+        for number in (1, 2, 9):
+            port.on_message(m.Assign("r", number, 2))
+        port.on_message(m.Refuse("r", 503, "no_instance", "too late", over=1))
         check_text(await asked, CHAT)
-        port.on_message(m.Continue("r", 3, 2, m.MoveKind.REDO, 5))
-        port.on_message(m.NoNextHop("r", 2, "too late"))
+        port.on_message(m.Assign("r", 3, 2))
+        port.on_message(m.Refuse("r", 503, "no_instance", "too late", over=2))
         assert not here.instances[2].bodies
 
 
@@ -298,7 +298,7 @@ async def test_a_client_that_does_not_read_meanwhile_loses_nothing() -> None:
         await asyncio.sleep(0.3)  # buffers fill up
         answer = await read_answer(reader)
         assert answer.body == whole_of(fields)
-        assert len(here.control.of(m.Joined)) == 1
+        assert len(here.control.resumed) == 1
         writer.close()
 
 

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import msgspec
 
-from pla_sglang.fleet.router.http.head import ResponseHead
 from pla_sglang.fleet.router.relay.counters import Counters
 from pla_sglang.fleet.router.relay.proxied_call import StatusCall
-from pla_sglang.fleet.router.relay.upstream_connection import UpstreamPool
-from pla_sglang.fleet.router.relay.upstream_leg import PrefillLeg, PrefillResult, ResponseLeg, UpstreamLeg
+from pla_sglang.fleet.router.relay.upstream_connection import UpstreamConnection, UpstreamPool
 from pla_sglang.fleet.router.relay.worker_directory import WorkerDirectory
-from pla_sglang.fleet.router.wire.messages import FailureKind, Outcome
+from pla_sglang.fleet.router.wire.messages import Outcome
 
 # When an abort is sent, counted from the first. One that overtakes its request on the way to an instance is lost
 # (SGLang knows no such rid yet), so it is repeated. An instance that has ended the request ignores it.
@@ -65,46 +63,30 @@ class InstanceAborts:
 class LingeringLegs:
     """Legs that have not ended when nobody needs their answer any more: they get some time, and then they are aborted.
 
-    Prefill parts of requests that are answered, and legs that a request has left for another instance. Observes these
-    legs in place of their requests.
+    Prefill parts of requests that are answered, and legs that a request has left for another instance.
     """
 
     def __init__(self, aborts: InstanceAborts) -> None:
         self._aborts = aborts
-        self._waiting: dict[UpstreamLeg, tuple[float, Sequence[str]]] = {}  # end of its time, and the ids there
+        # by leg: end of its time, its instance, its connection, and the ids there
+        self._waiting: dict[Hashable, tuple[float, int, UpstreamConnection, Sequence[str]]] = {}
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def add_leg(self, leg: ResponseLeg | PrefillLeg, rids: Sequence[str], *, until_s: float) -> None:
-        """``rids``: under which ids the instance knows the request."""
-        leg.observer = self
-        self._waiting[leg] = (until_s, rids)
+    def add_leg(
+        self, leg: Hashable, worker: int, connection: UpstreamConnection, rids: Sequence[str], *, until_s: float
+    ) -> None:
+        """``rids``: under which ids the instance ``worker`` knows the request."""
+        self._waiting[leg] = (until_s, worker, connection, rids)
+
+    def remove_leg(self, leg: Hashable, complete: bool) -> None:
+        """Its answer has ended, or is lost."""
+        self._waiting.pop(leg, None)
 
     def check_time_limits(self, now_s: float) -> None:
-        for leg, (until_s, rids) in list(self._waiting.items()):
+        for leg, (until_s, worker, connection, rids) in list(self._waiting.items()):
             if now_s > until_s:
                 del self._waiting[leg]
-                if leg.connection is not None:
-                    leg.connection.drop_connection()
-                self._aborts.abort_repeatedly(leg.worker, rids)
-
-    # -- ResponseObserver and PrefillObserver
-    # ----------------------------------------------------------------------------
-
-    def on_response_head(self, head: ResponseHead) -> bool:
-        """Nobody gets this answer."""
-        return False
-
-    def on_response_body(self, data: bytes) -> None:
-        """Nobody gets this answer."""
-
-    def on_response_done(self) -> None:
-        for leg in [leg for leg in self._waiting if leg.done]:
-            del self._waiting[leg]
-
-    def on_prefill_end(self, leg: UpstreamLeg, result: PrefillResult, status: int, detail: str) -> None:
-        self._waiting.pop(leg, None)
-
-    def on_leg_lost(self, leg: UpstreamLeg, kind: FailureKind, detail: str) -> None:
-        self._waiting.pop(leg, None)
+                connection.drop_connection()
+                self._aborts.abort_repeatedly(worker, rids)

@@ -37,11 +37,11 @@ class AccessLog:
         self._lines: list[bytes] = []
         self._bytes = 0
 
-    def write_entry(self, ask: Ask, assign: Assign | None, ended: Completed) -> None:
+    def write_entry(self, ask: Ask, assign: Assign | None, ended: Completed, *, attempts: int) -> None:
         """Prompts and answers do not appear, keys neither."""
         if self._file is None:
             return
-        line = _encode(log_entry(ask, assign, ended, time.time())) + b"\n"
+        line = _encode(log_entry(ask, assign, ended, time.time(), attempts=attempts)) + b"\n"
         self._lines.append(line)
         self._bytes += len(line)
         if self._bytes > FLUSH_BYTES:
@@ -68,8 +68,8 @@ class AccessLog:
         self._file = None
 
 
-def log_entry(ask: Ask, assign: Assign | None, ended: Completed, unix_s: float) -> dict[str, object]:
-    """What is logged. ``unix_s``: wall-clock time of the end."""
+def log_entry(ask: Ask, assign: Assign | None, ended: Completed, unix_s: float, *, attempts: int) -> dict[str, object]:
+    """What is logged. ``unix_s``: wall-clock time of the end. ``attempts``: number of the last one."""
     first = None if ended.first_s is None else round((ended.first_s - ask.arrived_s) * 1e3, 3)
     return {
         "at_s": round(unix_s, 3),
@@ -88,7 +88,7 @@ def log_entry(ask: Ask, assign: Assign | None, ended: Completed, unix_s: float) 
         "prefill": None if assign is None else assign.prefill,
         "decode": None if assign is None else assign.decode,
         "reason": None if assign is None else assign.reason,
-        "attempts": ask.attempt,
+        "attempts": attempts,
         "tenant": ask.tenant,
         "detail": ended.detail,
     }

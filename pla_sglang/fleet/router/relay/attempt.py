@@ -1,15 +1,26 @@
-"""One dispatch of a request: connects its legs, sends to all of them, and ends them."""
+"""One attempt of a request: connects its legs, sends to all of them, reads their answers, and ends them.
+
+A pair has two legs with the same body. The decode part's answer is the client's. The prefill part's answer is read and
+dropped; it says whether the prefill has failed. An attempt that goes on with an answer has one leg: the client's body
+is sent again, with tags that say what there is of the answer, and nothing of it is the client's before its first event
+is complete.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import enum
 import functools
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
-from pla_sglang.fleet.router.http.head import RequestHead
-from pla_sglang.fleet.router.http.json_body import Body, with_members
-from pla_sglang.fleet.router.relay.aborts import LINGER_S
+from pla_sglang.fleet.router.http.head import ResponseHead
+from pla_sglang.fleet.router.http.json_body import with_members
+from pla_sglang.fleet.router.relay.aborts import ABORT_TIMES_S, LINGER_S
 from pla_sglang.fleet.router.relay.context import RelayContext
+from pla_sglang.fleet.router.relay.forwarded_response import ForwardedResponse
 from pla_sglang.fleet.router.relay.movability import Tags
+from pla_sglang.fleet.router.relay.request_body import RequestBody
 from pla_sglang.fleet.router.relay.request_translation import (
     age_line,
     body_of_attempt,
@@ -18,48 +29,268 @@ from pla_sglang.fleet.router.relay.request_translation import (
     passed_on_lines,
     router_key_line,
 )
+from pla_sglang.fleet.router.relay.response_errors import (
+    ABORTED,
+    ERROR,
+    LoadRefusal,
+    error_code,
+    error_message,
+    given_up,
+    load_refusal,
+    transfer_failed,
+)
 from pla_sglang.fleet.router.relay.upstream_connection import UpstreamConnection
-from pla_sglang.fleet.router.relay.upstream_leg import PrefillLeg, ResponseLeg
-from pla_sglang.fleet.router.wire.messages import Ask, Assign, Outcome
+from pla_sglang.fleet.router.wire.messages import Ask, Assign, Cause, FailureKind, Leg, Outcome, Progress
+from pla_sglang.fleet.router.wire.rids import rids_at_instances
+
+SNIFF_BYTES = 16_384  # of a prefill's answer, which holds one token or an error, and of a refusal to go on
+# For all answers of a cancelled attempt to end: a forward pass is not cut short, and a crowded instance is late in
+# saying that it is done.
+ROLL_BACK_S = 60.0
+
+
+class PrefillResult(enum.Enum):
+    """What the complete answer of a prefill part says."""
+
+    DONE = enum.auto()
+    FAILED = enum.auto()  # an error of the instance, or an abort
+    TRANSFER_FAILED = enum.auto()
+    REFUSED = enum.auto()  # the request is bad, or would be refused everywhere
+    FULL = enum.auto()  # the instance has no room for it
+
+
+class AttemptOwner(Protocol):
+    """The request that an attempt belongs to; two of its attempts may be under way."""
+
+    def on_connected(self, attempt: Attempt) -> None:
+        """Every leg has a connection."""
+
+    def on_unreachable(self, attempt: Attempt, leg: UpstreamLeg, why: str) -> None:
+        """A leg cannot get a connection. Nothing was sent to any instance."""
+
+    def on_prefill_end(self, leg: UpstreamLeg, result: PrefillResult, status: int, detail: str) -> None:
+        """The prefill's answer is complete. Nothing more is called.
+
+        ``status``: as status or in an error of the stream; below 400 where an error names none. ``detail``: what the
+        error says.
+        """
+
+    def on_first_events(self, leg: UpstreamLeg, events: bytes) -> None:
+        """An attempt that goes on with an answer has begun with ``events``, the last of which may not be complete."""
+
+    def on_not_resumed(self, leg: UpstreamLeg, cause: Cause, kind: FailureKind | None, detail: str) -> None:
+        """It is over before its first event. ``kind``: what its instance is to be reported for."""
+
+    def on_leg_lost(self, leg: UpstreamLeg, kind: FailureKind, detail: str) -> None:
+        """The connection is closed, and its answer was not complete. Nothing more is called."""
+
+
+class UpstreamLeg:
+    """One leg's connection, and what comes on it (``ResponseSink``).
+
+    Attributes:
+        done: the answer is complete, so its instance holds nothing of the request any more.
+        plain: as in ``ResponseSink``.
+    """
+
+    __slots__ = ("_on_end", "_owner", "connection", "done", "leg", "plain", "worker")
+    _owner: AttemptOwner
+
+    def __init__(self, owner: AttemptOwner, leg: Leg, worker: int, *, plain: bool) -> None:
+        self._owner, self.leg, self.worker, self.plain = owner, leg, worker, plain
+        self._on_end: Callable[[UpstreamLeg, bool], None] | None = None
+        self.connection: UpstreamConnection | None = None
+        self.done = False
+
+    def read_out(self, on_end: Callable[[UpstreamLeg, bool], None]) -> None:
+        """Nobody gets the answer any more. ``on_end`` is called once: whether it is complete, else it is lost."""
+        self._on_end = on_end
+        del self._owner
+
+    def on_head(self, head: ResponseHead) -> None:
+        raise NotImplementedError
+
+    def on_body(self, data: bytes) -> None:
+        raise NotImplementedError
+
+    def _finish(self) -> None:
+        raise NotImplementedError
+
+    def on_done(self) -> None:
+        self.done, self.connection = True, None
+        if self._on_end is None:
+            self._finish()
+        else:
+            self._on_end(self, True)
+
+    def on_lost(self, kind: FailureKind, detail: str) -> None:
+        """The connection stays here: it still knows whether the answer broke between two events."""
+        if self._on_end is None:
+            self._lose(kind, detail)
+        else:
+            self._on_end(self, False)
+
+    def _lose(self, kind: FailureKind, detail: str) -> None:
+        self._owner.on_leg_lost(self, kind, detail)
+
+
+class ResponseLeg(UpstreamLeg):
+    """The leg whose answer the client gets: that of decode, or of a unified instance."""
+
+    __slots__ = ("_response",)
+
+    def __init__(self, owner: AttemptOwner, leg: Leg, worker: int, response: ForwardedResponse, *, plain: bool) -> None:
+        super().__init__(owner, leg, worker, plain=plain)
+        self._response = response
+
+    def on_head(self, head: ResponseHead) -> None:
+        if self._on_end is None:
+            self.plain = self._response.on_response_head(head) or self.plain
+
+    def on_body(self, data: bytes) -> None:
+        if self._on_end is None:
+            self._response.on_response_body(data)
+
+    def _finish(self) -> None:
+        self._response.on_response_done()
+
+
+class ResumingLeg(ResponseLeg):
+    """The leg of an attempt that goes on with an answer. From its first event on, that comes from here."""
+
+    __slots__ = ("_beginning", "_has_begun", "_status")
+
+    def __init__(self, owner: AttemptOwner, worker: int, response: ForwardedResponse) -> None:
+        super().__init__(owner, Leg.WHOLE, worker, response, plain=True)
+        self._status, self._beginning, self._has_begun = 0, b"", False
+
+    def on_head(self, head: ResponseHead) -> None:
+        self._status = head.status
+
+    def on_body(self, data: bytes) -> None:
+        if self._has_begun or self._on_end is not None:
+            super().on_body(data)
+            return
+        self._beginning += data[: SNIFF_BYTES - len(self._beginning)] if self._status != 200 else data
+        if self._status != 200 or b"\n\n" not in self._beginning:
+            return
+        events, self._beginning = self._beginning, b""
+        if error_code(0, events) is not None or ABORTED.search(events):
+            self._turn_down(events)
+            return
+        self._has_begun = True
+        self._owner.on_first_events(self, events)
+
+    def _finish(self) -> None:
+        if self._has_begun:
+            super()._finish()
+        else:
+            self._turn_down(self._beginning)
+
+    def _lose(self, kind: FailureKind, detail: str) -> None:
+        if self._has_begun:
+            super()._lose(kind, detail)
+        else:
+            self._owner.on_not_resumed(self, Cause.LOST, kind, detail)
+
+    def _turn_down(self, said: bytes) -> None:
+        """Its instance has said why it does not go on."""
+        code = error_code(self._status if self._status != 200 else 0, said)
+        if load_refusal(code, said) is LoadRefusal.FULL:
+            self._owner.on_not_resumed(self, Cause.FULL, FailureKind.FULL, error_message(said))
+            return
+        kind = FailureKind.STATUS if code is None or code >= 500 else None
+        cause = Cause.ABORTED if self._status == 200 and given_up(said) else Cause.REFUSED
+        self._owner.on_not_resumed(self, cause, kind, error_message(said) or "an empty answer")
+
+
+class PrefillLeg(UpstreamLeg):
+    """The prefill part of a pair. Nobody gets its answer; it is read to see whether the prefill failed."""
+
+    __slots__ = ("_beginning", "_status")
+
+    def __init__(self, owner: AttemptOwner, worker: int) -> None:
+        super().__init__(owner, Leg.PREFILL, worker, plain=True)
+        self._status, self._beginning = 0, b""
+
+    def on_head(self, head: ResponseHead) -> None:
+        self._status = head.status
+
+    def on_body(self, data: bytes) -> None:
+        if len(self._beginning) < SNIFF_BYTES:
+            self._beginning += data[:SNIFF_BYTES]
+
+    def _finish(self) -> None:
+        beginning, self._beginning = self._beginning, b""
+        result, status, detail = PrefillResult.DONE, self._status, ""
+        if status >= 400 or b'"abort"' in beginning or b'"error"' in beginning:  # as ABORTED and ERROR want it
+            result, status = self._judge_result(beginning)
+            detail = error_message(beginning)
+        self._owner.on_prefill_end(self, result, status, detail)
+
+    def _judge_result(self, beginning: bytes) -> tuple[PrefillResult, int]:
+        code = error_code(self._status, beginning)
+        status = self._status if code is None else code
+        if transfer_failed(self._status, beginning):
+            return PrefillResult.TRANSFER_FAILED, status
+        refusal = load_refusal(code, beginning)
+        if refusal is not None:
+            return (PrefillResult.FULL if refusal is LoadRefusal.FULL else PrefillResult.REFUSED), status
+        if status >= 500 or (code is None and ABORTED.search(beginning)):
+            return PrefillResult.FAILED, status
+        if code is not None or ERROR.search(beginning):
+            return PrefillResult.REFUSED, status
+        return PrefillResult.DONE, status
 
 
 class Attempt:
-    """The legs of one ``Assign``: that whose answer the client gets, and for a pair that of the prefill behind it.
+    """The legs of one ``Assign``. That whose answer the client gets is the first; a prefill part is behind it.
 
     Attributes:
+        progress: what was reported of it.
+        has_begun: it was told to connect.
         is_sent: instances may have got it.
-
-    Args:
-        on_connected: every leg has a connection.
-        on_unreachable: a leg cannot get one, and why. Nothing was sent to any instance.
     """
 
     __slots__ = (
+        "_ask",
         "_context",
-        "_on_connected",
-        "_on_unreachable",
+        "_owner",
         "_released",
+        "_timers",
         "assign",
+        "has_begun",
         "is_sent",
         "legs",
+        "progress",
         "response_leg",
     )
 
     def __init__(
         self,
         context: RelayContext,
+        owner: AttemptOwner,
+        ask: Ask,
         assign: Assign,
         legs: tuple[ResponseLeg] | tuple[ResponseLeg, PrefillLeg],
-        *,
-        on_connected: Callable[[], None],
-        on_unreachable: Callable[[ResponseLeg | PrefillLeg, str], None],
     ) -> None:
-        self._context, self.assign, self.legs, self.response_leg = context, assign, legs, legs[0]
-        self._on_connected, self._on_unreachable = on_connected, on_unreachable
-        self._released = self.is_sent = False
+        self._context, self._owner, self._ask, self.assign = context, owner, ask, assign
+        self.legs, self.response_leg = legs, legs[0]
+        self.progress: list[Progress] = []
+        self._timers: list[asyncio.TimerHandle] = []  # of a cancellation
+        self._released = self.has_begun = self.is_sent = False
+
+    @property
+    def rids(self) -> Sequence[str]:
+        """Under which its instances know the request."""
+        ask = self._ask
+        return rids_at_instances(ask.rid, ask.rids, prompts=ask.prompts, attempt=self.assign.attempt)
+
+    # -- connect -----------------------------------------------------------------------------------------------------
 
     def connect_legs(self) -> bool:
         """Returns False where an instance is not known."""
+        self.has_begun = True
         context, absent = self._context, []
         for leg in self.legs:
             worker = context.workers.find_worker(leg.worker)
@@ -69,19 +300,19 @@ class Attempt:
             if leg.connection is None:
                 absent.append((leg, worker))
         if not absent:
-            self._on_connected()
+            self._owner.on_connected(self)
         for leg, worker in absent:
             context.pool.open_connection(worker, functools.partial(self._on_connection, leg))
         return True
 
-    def _on_connection(self, leg: ResponseLeg | PrefillLeg, connection: UpstreamConnection | None, why: str) -> None:
+    def _on_connection(self, leg: UpstreamLeg, connection: UpstreamConnection | None, why: str) -> None:
         pool = self._context.pool
         if self._released:  # the request has ended, or goes to other instances
             if connection is not None:
                 pool.give_back(connection)
             return
         if connection is None:
-            self._on_unreachable(leg, why)
+            self._owner.on_unreachable(self, leg, why)
             return
         leg.connection = connection
         if any(member.connection is None for member in self.legs):
@@ -91,13 +322,17 @@ class Attempt:
                 worker, member.connection = member.connection.worker, None
                 pool.take_connection(worker, functools.partial(self._on_connection, member))
                 return
-        self._on_connected()
+        self._owner.on_connected(self)
 
-    def send_request(self, ask: Ask, request: RequestHead, raw: bytes, body: Body, *, tags: Tags | None = None) -> None:
-        """To every leg; all are connected. ``raw``: the body as the client sent it."""
+    # -- send --------------------------------------------------------------------------------------------------------
+
+    def send_request(self, kept: RequestBody, *, tags: Tags | None) -> None:
+        """To every leg; all are connected."""
         self.is_sent = True
+        ask, body, request = self._ask, kept.body, kept.head
+        assert request is not None
         members = members_of_attempt(ask, self.assign, body, header_priority=ask.priority)
-        raw = body_of_attempt(raw, ask, body)
+        raw = body_of_attempt(kept.raw, ask, body, attempt=self.assign.attempt)
         if tags is not None:
             tagged, raw = tags.put_into(raw)
             members = b",".join(filter(None, (members, tagged)))
@@ -116,37 +351,74 @@ class Attempt:
             head = head_for_worker(worker, request, length, lines + proof, method="POST")
             leg.connection.send_request("POST", head + front, rest, leg)
 
-    def return_connections(self) -> None:
-        """The attempt ends before anything was sent."""
-        self._released = True
-        for leg in self.legs:
-            connection, leg.connection = leg.connection, None
-            if connection is not None:
-                self._context.pool.give_back(connection)
+    # -- end ---------------------------------------------------------------------------------------------------------
 
-    def end_attempt(self, rids: Callable[[], Sequence[str]], outcome: Outcome) -> tuple[int, ...]:
-        """However far it has come. Arguments and result as those of ``end_legs``."""
-        if self.is_sent:
-            return self.end_legs(rids, outcome)
-        self.return_connections()
-        return ()
+    def end_attempt(self, outcome: Outcome) -> tuple[int, ...]:
+        """However far it has come: connections are dropped, and what may still work is aborted.
 
-    def end_legs(self, rids: Callable[[], Sequence[str]], outcome: Outcome) -> tuple[int, ...]:
-        """The attempt ends after it was sent: connections are dropped, and what may still work is aborted.
-
-        ``rids``: under which ids the instances know the request. Returns the instances that were told to abort.
+        Returns the instances that were told to abort.
         """
-        aborted = []
+        self._stop_timers()
+        self._released = True
+        context, aborted = self._context, []
         for leg in self.legs:
             connection, leg.connection = leg.connection, None
+            if not self.is_sent:
+                if connection is not None:
+                    context.pool.give_back(connection)
+                continue
             if leg.done:
                 continue
             if outcome in LINGER_S and connection is not None and isinstance(leg, PrefillLeg):
                 leg.connection = connection
-                self._context.lingering.add_leg(leg, rids(), until_s=self._context.now_s() + LINGER_S[outcome])
+                self.leave_leg(leg, LINGER_S[outcome])
                 continue
             if connection is not None:
                 connection.drop_connection()
             aborted.append(leg.worker)
-            self._context.aborts.abort_repeatedly(leg.worker, rids())
+            context.aborts.abort_repeatedly(leg.worker, self.rids)
         return tuple(aborted)
+
+    def leave_leg(self, leg: UpstreamLeg, limit_s: float) -> None:
+        """Its answer may end by itself, for so long; then it is aborted."""
+        assert leg.connection is not None
+        lingering = self._context.lingering
+        lingering.add_leg(leg, leg.worker, leg.connection, self.rids, until_s=self._context.now_s() + limit_s)
+        leg.read_out(lingering.remove_leg)
+
+    def cancel_legs(self, on_end: Callable[[bool], None]) -> None:
+        """Makes sure that no instance holds anything of it, so that the request may be dispatched again.
+
+        Who has not answered completely is told to abort, and its answer is waited for. An abort that is still on its
+        way then hits nothing: the next attempt has another id. ``on_end`` is called once, unless the attempt is ended
+        before: whether all instances have answered completely.
+        """
+        if all(leg.done for leg in self.legs):
+            on_end(True)
+            return
+        end = functools.partial(self._end_cancellation, on_end)
+        for leg in self.legs:
+            if not leg.done:
+                leg.read_out(functools.partial(self._on_cancelled_leg, end))
+        self._timers = [self._context.call_later(at_s, self._abort_legs) for at_s in ABORT_TIMES_S]
+        self._timers.append(self._context.call_later(ROLL_BACK_S, end, False))
+
+    def _abort_legs(self) -> None:
+        for leg in self.legs:
+            if not leg.done:
+                self._context.aborts.send_abort(leg.worker, self.rids)
+
+    def _on_cancelled_leg(self, end: Callable[[bool], None], leg: UpstreamLeg, complete: bool) -> None:
+        if not complete:
+            end(False)  # what the instance still holds, or whether it still runs, is not known
+        elif all(member.done for member in self.legs):
+            end(True)
+
+    def _end_cancellation(self, on_end: Callable[[bool], None], over: bool) -> None:
+        self._stop_timers()
+        on_end(over)
+
+    def _stop_timers(self) -> None:
+        for timer in self._timers:
+            timer.cancel()
+        self._timers = []

@@ -14,8 +14,7 @@ from pla_sglang.fleet.router.relay.response_errors import ABORT_MARK, CODE_MARK,
 from pla_sglang.fleet.router.relay.response_tokens import ResponseTokens, tokens_of_response
 from pla_sglang.fleet.router.relay.response_writer import ResponseWriter
 from pla_sglang.fleet.router.relay.upstream_connection import UpstreamConnection
-from pla_sglang.fleet.router.relay.upstream_leg import UpstreamLeg
-from pla_sglang.fleet.router.wire.messages import Ask, Completed, Endpoint, FailureKind, Outcome
+from pla_sglang.fleet.router.wire.messages import Ask, Completed, Endpoint, Outcome
 
 EVENT_BYTES = 4096  # up to here the first event of a stream is waited for, to see whether it is an error
 LAST_CHUNK = b"0\r\n\r\n"
@@ -42,7 +41,8 @@ class ResponseOwner(Protocol):
     def on_given_up(self, data: bytes) -> None:
         """``data`` says that the instance has given the request up; it was not forwarded."""
 
-    def on_leg_lost(self, leg: UpstreamLeg, kind: FailureKind, detail: str) -> None: ...
+    def on_held_tokens(self) -> None:
+        """A further piece of the answer has come, while ``is_watched``."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class KeptRefusal:
 
 
 class ForwardedResponse:
-    """Observes the leg that the client's answer comes from (``ResponseObserver``).
+    """The answer of the legs that the client's answer comes from, one after the other.
 
     The head is kept until the body begins: one segment for both, and errors still get their own status.
 
@@ -68,6 +68,7 @@ class ForwardedResponse:
         output_bytes: of the body, forwarded.
         events: SSE events forwarded; 0 for an answer that is no stream.
         first_s, last_s: first and last byte forwarded; None without any.
+        is_watched: the owner is told of each piece.
         verdict: what it has reported of errors so far.
     """
 
@@ -87,6 +88,7 @@ class ForwardedResponse:
         "_tokens",
         "events",
         "first_s",
+        "is_watched",
         "last_s",
         "marked",
         "output_bytes",
@@ -100,6 +102,7 @@ class ForwardedResponse:
         self._beginning = b""  # of the body, not forwarded yet
         self._kept: KeptRefusal | None = None
         self._streams = self._names_errors = self._chunks = self._may_give_up = self._at_boundary = False
+        self.is_watched = False
         self.marked: MarkedStreamReader | None = None
         self.verdict = ResponseVerdict()
         self.first_s: float | None = None
@@ -111,14 +114,31 @@ class ForwardedResponse:
         """The status that the client has got; 0 where it has got none."""
         return self._head.status if self.first_s is not None and self._head is not None else 0
 
+    @property
+    def delivered_tokens(self) -> int:
+        """Tokens that the client has, where the stream says their ids."""
+        return len(self.marked.ids) if self.first_s is not None and self.marked is not None else 0
+
+    @property
+    def has_refusal(self) -> bool:
+        """An instance's refusal was kept."""
+        return self._kept is not None
+
     def forget_head(self) -> None:
         """The attempt is over, and nothing of its answer was forwarded."""
         self._head, self._beginning, self._streams, self._tokens = None, b"", False, None
         self.verdict = ResponseVerdict()
 
-    # -- ResponseObserver ----------------------------------------------------------------------------------------------
+    def drop_ids(self) -> None:
+        """The request has ended, or another attempt begins from scratch."""
+        if self.marked is not None:
+            self.marked.free_ids()
+            self.marked = None
+
+    # -- for its leg -------------------------------------------------------------------------------------------------
 
     def on_response_head(self, head: ResponseHead) -> bool:
+        """True if the body is wanted without its framing."""
         self._head = head
         self._streams = (head.get_header(b"content-type") or b"").startswith(b"text/event-stream")
         self._tokens = tokens_of_response(self._ask, streams=self._streams)
@@ -144,6 +164,8 @@ class ForwardedResponse:
             self._take_body(events)
         if marked.given_up:
             self._owner.on_given_up(marked.given_up)
+        elif self.is_watched:
+            self._owner.on_held_tokens()
 
     def _is_given_up(self, data: bytes) -> bool:
         return self._may_give_up and data.rfind(ABORT_MARK) >= 0 and given_up(data)
@@ -210,9 +232,6 @@ class ForwardedResponse:
     def _note_errors(self, status: int, data: bytes) -> None:
         if self._names_errors:
             self.verdict.note_data(status, data)
-
-    def on_leg_lost(self, leg: UpstreamLeg, kind: FailureKind, detail: str) -> None:
-        self._owner.on_leg_lost(leg, kind, detail)
 
     # -- for the request ---------------------------------------------------------------------------------------------
 

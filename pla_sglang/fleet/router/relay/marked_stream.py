@@ -35,7 +35,7 @@ _USAGE = re.compile(rb'"choices":\s*\[\]')
 
 
 class MarkedStreamReader:
-    """One answer over all its hops.
+    """One answer over all its attempts.
 
     Args:
         account: counts the memory of the ids.
@@ -76,7 +76,7 @@ class MarkedStreamReader:
         self._rest = b""  # of an event that is not complete
         self._recent: list[bytes] = []  # events since the last that brought tokens, with it
         self._unmarked = 0  # of them, those behind the last comment
-        self._skip = 0  # events without comments of this hop that the client has from the one before
+        self._skip = 0  # events without comments of this attempt that the client has from the one before
 
     @property
     def seen(self) -> str:
@@ -124,7 +124,7 @@ class MarkedStreamReader:
         rest, self._rest = self._rest, b""
         return rest
 
-    def begin_hop(self) -> None:
+    def begin_attempt(self) -> None:
         """Another instance goes on behind the last event with a comment; what came behind that it will say again."""
         self._rest, self.given_up, self._skip = b"", b"", self._unmarked
 

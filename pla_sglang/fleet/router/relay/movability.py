@@ -71,6 +71,17 @@ class Tags(NamedTuple):
             return written, raw
         return b"", _extend_object(raw, written)
 
+    def for_rest(self, ids: Sequence[int], *, seen: str, prompt: str, answer_id: str) -> Tags:
+        """What the instance is told that goes on with a stream: its token ids so far, and as ``MarkedStreamReader``
+        knows them, what of it was shown and its prompt. ``answer_id``: the request's id at the first instance."""
+        told: dict[str, int | str | Sequence[int]] = {"pla_movable": 1, "pla_answer_id": answer_id}
+        if ids:
+            told["pla_tokens"] = list(ids)
+            told["pla_seen"] = seen
+        if prompt:
+            told["pla_prompt"] = prompt
+        return self._replace(members=msgspec.json.encode(told)[1:-1])
+
 
 class Movable(NamedTuple):
     """What must be known of a request that can go on at another instance. ``wants_usage``: as in ``MarkedStream``."""

@@ -8,19 +8,10 @@ from pla_sglang.fleet.router.http.head import RequestHead
 from pla_sglang.fleet.router.http.json_body import Body
 from pla_sglang.fleet.router.relay.access_log import AccessLog
 from pla_sglang.fleet.router.relay.context import RelayContext
-from pla_sglang.fleet.router.relay.dispatched_request import DispatchedRequest
+from pla_sglang.fleet.router.relay.request import Request
+from pla_sglang.fleet.router.relay.request_body import RequestBody
 from pla_sglang.fleet.router.relay.response_writer import ResponseWriter
-from pla_sglang.fleet.router.wire.messages import (
-    Abort,
-    Ask,
-    Assign,
-    Completed,
-    Continue,
-    NoNextHop,
-    OpenRequest,
-    Outcome,
-    Refuse,
-)
+from pla_sglang.fleet.router.wire.messages import Abort, Ask, Assign, Completed, OpenRequest, Outcome, Refuse
 
 ENDED_COUNTERS = {outcome: f'requests_total{{outcome="{outcome.name.lower()}"}}' for outcome in Outcome}
 
@@ -30,7 +21,7 @@ class OpenRequests:
 
     def __init__(self, context: RelayContext, access_log: AccessLog) -> None:
         self._context, self._access_log = context, access_log
-        self._by_rid: dict[str, DispatchedRequest] = {}
+        self._by_rid: dict[str, Request] = {}
         self._batch_rids: set[str] = set()  # the clients' own names for the prompts of their batches
         self._all_ended = asyncio.Event()
 
@@ -42,19 +33,21 @@ class OpenRequests:
         return rid in self._by_rid or rid in self._batch_rids
 
     def begin_request(self, client: ResponseWriter, head: RequestHead, *, raw: bytes, body: Body, ask: Ask) -> None:
-        request = DispatchedRequest(self._context, client, head, raw=raw, body=body, ask=ask, on_end=self._on_end)
+        kept = RequestBody(self._context, head, raw, body)
+        request = Request(self._context, client, kept, ask, self._on_end)
         client.attach_work(request)
         self._by_rid[ask.rid] = request
         self._batch_rids.update(ask.rids)
         request.ask_control()
 
-    def _on_end(self, ask: Ask, assign: Assign | None, ended: Completed) -> None:
+    def _on_end(self, request: Request, ended: Completed) -> None:
         """The only place where a request leaves the relay."""
         del self._by_rid[ended.rid]
-        self._batch_rids.difference_update(ask.rids)
+        self._batch_rids.difference_update(request.ask.rids)
         self._context.counters.count_event(ENDED_COUNTERS[ended.outcome])
         self._context.send_to_control(ended)
-        self._access_log.write_entry(ask, assign, ended)
+        assign = None if request.attempt is None else request.attempt.assign
+        self._access_log.write_entry(request.ask, assign, ended, attempts=max(request.last_attempt, 1))
         if self._context.draining and not self._by_rid:
             self._all_ended.set()
 
@@ -70,35 +63,27 @@ class OpenRequests:
         if request is not None:
             request.on_refuse(refuse)
 
-    def on_continue(self, order: Continue) -> None:
-        request = self._by_rid.get(order.rid)
-        if request is not None:
-            assign = request.moves.on_continue(order)
-            if assign is not None:
-                request.on_assign(assign)
-
-    def on_no_next_hop(self, end: NoNextHop) -> None:
-        request = self._by_rid.get(end.rid)
-        if request is not None:
-            request.moves.on_no_next_hop(end)
-
     def on_abort(self, abort: Abort) -> None:
         request = self._by_rid.get(abort.rid)
         if request is not None:
             request.on_abort(abort)
 
-    def describe_open(self) -> tuple[OpenRequest, ...]:
-        """Those that are dispatched, for a control plane that has just started. It knows nothing of moves: what is held
-        goes on by itself."""
+    def describe_open(self) -> tuple[tuple[OpenRequest, ...], tuple[str, ...]]:
+        """For a control plane that has just started: those that are dispatched, and the ids of all others."""
+        opened, asking = [], []
         for request in self._by_rid.values():
-            request.moves.cancel_pull()
-        described = [request.life.describe_open() for request in self._by_rid.values()]
-        return tuple(request for request in described if request is not None)
+            described = request.describe_open()
+            if described is None:
+                asking.append(request.ask.rid)
+            else:
+                opened.append(described)
+        return tuple(opened), tuple(asking)
 
     def repeat_asks(self) -> None:
         """The control plane has restarted: it knows nothing of questions that it has not answered."""
         for request in list(self._by_rid.values()):
-            request.ask_control()
+            if request.attempt is None:
+                request.ask_control()
 
     # -- time --------------------------------------------------------------------------------------------------------
 
@@ -115,5 +100,5 @@ class OpenRequests:
                 await self._all_ended.wait()
         except TimeoutError:
             for request in list(self._by_rid.values()):
-                abort = Abort(request.life.ask.rid, 503, "draining", "the router is shutting down")
+                abort = Abort(request.ask.rid, 503, "draining", "the router is shutting down")
                 request.on_abort(abort, Outcome.DRAINED)

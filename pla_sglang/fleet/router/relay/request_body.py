@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pla_sglang.fleet.router.http.head import RequestHead
+from pla_sglang.fleet.router.http.json_body import Body
 from pla_sglang.fleet.router.relay.context import RelayContext
 
 
@@ -11,13 +12,14 @@ class RequestBody:
 
     Attributes:
         raw, head: empty and None once nothing will be sent any more.
+        body: what was read of ``raw``.
         is_kept: it may be sent again.
     """
 
-    __slots__ = ("_context", "_waiting_bytes", "head", "is_kept", "raw")
+    __slots__ = ("_context", "_waiting_bytes", "body", "head", "is_kept", "raw")
 
-    def __init__(self, context: RelayContext, head: RequestHead, raw: bytes) -> None:
-        self._context = context
+    def __init__(self, context: RelayContext, head: RequestHead, raw: bytes, body: Body) -> None:
+        self._context, self.body = context, body
         self.head: RequestHead | None = head
         self.raw = raw
         self._waiting_bytes = len(raw)  # the caller has counted them

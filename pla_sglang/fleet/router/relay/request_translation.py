@@ -193,7 +193,7 @@ def members_of_attempt(ask: Ask, assign: Assign, body: Body, *, header_priority:
     rid_member = BY_ENDPOINT[ask.endpoint][1].rid_member
     if rid_member and body.rid is None and not body.rids and not body.null_rid:
         # One of ours: nothing in it needs escaping.
-        parts.append(f'"{rid_member}":"{rid_at_instance(ask.rid, ask.reached)}"')
+        parts.append(f'"{rid_member}":"{rid_at_instance(ask.rid, assign.attempt)}"')
     if assign.prefill is not None:
         parts.append(
             f'"bootstrap_host":"{assign.bootstrap_host}","bootstrap_port":{assign.bootstrap_port}'
@@ -204,17 +204,17 @@ def members_of_attempt(ask: Ask, assign: Assign, body: Body, *, header_priority:
     return ",".join(parts).encode()
 
 
-def body_of_attempt(raw: bytes, ask: Ask, body: Body) -> bytes:
-    """The client's body, with another rid in place of its own where instances got the request before, or where its own
-    is null: of two members of a name the last one counts, so that of ``members_of_attempt`` would not."""
+def body_of_attempt(raw: bytes, ask: Ask, body: Body, *, attempt: int) -> bytes:
+    """The client's body, with another rid in place of its own behind the first attempt, or where its own is null: of
+    two members of a name the last one counts, so that of ``members_of_attempt`` would not."""
     member = BY_ENDPOINT[ask.endpoint][1].rid_member or "rid"
     if body.null_rid:
-        return with_rid(raw, rid_at_instance(ask.rid, ask.reached), member)
-    if not ask.reached or (body.rid is None and not body.rids):
+        return with_rid(raw, rid_at_instance(ask.rid, attempt), member)
+    if attempt == 1 or (body.rid is None and not body.rids):
         return raw
     if body.rids:
-        return with_rid(raw, [rid_at_instance(rid, ask.reached) for rid in body.rids], member)
-    return with_rid(raw, rid_at_instance(ask.rid, ask.reached), member)
+        return with_rid(raw, [rid_at_instance(rid, attempt) for rid in body.rids], member)
+    return with_rid(raw, rid_at_instance(ask.rid, attempt), member)
 
 
 def passed_on_lines(head: RequestHead, *, keep_key: bool) -> bytes:

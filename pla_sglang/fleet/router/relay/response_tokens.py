@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from typing import Protocol
 
 from pla_sglang.fleet.router.wire.messages import Ask, Endpoint
 
@@ -28,19 +27,24 @@ _INDEXED = re.compile(_COUNT.pattern + rb'[^\n]*"index":\s*([0-9]{1,6})\}')
 _TOTAL = re.compile(rb'"choices":\s*\[\][^\n]*' + _COUNT.pattern)
 
 
-class ResponseTokens(Protocol):
+class ResponseTokens:
     """Sees the pieces of one answer as they are forwarded, with the chunked coding or without."""
 
-    def feed(self, data: bytes) -> None: ...
+    __slots__ = ()
+
+    def feed(self, data: bytes) -> None:
+        raise NotImplementedError
 
     def count(self) -> int | None:
         """Tokens so far; None: the instance has not said."""
+        raise NotImplementedError
 
     def count_cached(self) -> int | None:
         """Tokens of the prompt that were cached, with several answers of one; None: the instance has not said."""
+        return None
 
 
-class WholeResponse:
+class WholeResponse(ResponseTokens):
     """An answer that is no stream: the sum over what it says, as /generate answers a batch with a list."""
 
     __slots__ = ("_cached", "_rest", "_tokens")
@@ -67,7 +71,7 @@ class WholeResponse:
         return self._cached
 
 
-class StreamTail:
+class StreamTail(ResponseTokens):
     """A stream: the last count that its last pieces hold.
 
     Args:
@@ -92,7 +96,7 @@ class StreamTail:
         return None if found is None else int(found[1])
 
 
-class StreamOfSeveral:
+class StreamOfSeveral(ResponseTokens):
     """A stream of /generate with several answers, whose events are mixed: the sum over the last count of each."""
 
     __slots__ = ("_line", "_tokens")
@@ -109,9 +113,6 @@ class StreamOfSeveral:
 
     def count(self) -> int | None:
         return sum(self._tokens.values()) if self._tokens else None
-
-    def count_cached(self) -> int | None:
-        return None
 
 
 def tokens_of_response(ask: Ask, *, streams: bool) -> ResponseTokens:

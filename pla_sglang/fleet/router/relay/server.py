@@ -53,8 +53,6 @@ class Relay:
         self._message_handlers: dict[type[Any], Callable[[Any], None]] = {
             m.Assign: self.requests.on_assign,
             m.Refuse: self.requests.on_refuse,
-            m.Continue: self.requests.on_continue,
-            m.NoNextHop: self.requests.on_no_next_hop,
             m.Abort: self.requests.on_abort,
             m.AdminResponse: self._admin.on_answer,
             m.Table: self._on_table,
@@ -104,7 +102,8 @@ class Relay:
     def _on_table(self, table: m.Table) -> None:
         context = self.context
         if context.workers.replace_table(table):
-            context.send_to_control(m.Hello(context.number, m.PROTOCOL, os.getpid(), self.requests.describe_open()))
+            opened, asking = self.requests.describe_open()
+            context.send_to_control(m.Hello(context.number, m.PROTOCOL, os.getpid(), opened, asking))
             self.requests.repeat_asks()
             self._admin.repeat_asks()
 
