@@ -54,6 +54,7 @@ class Rule(NamedTuple):
 # What was running at the end of as many instances is sent to no other one, whatever ended them.
 LOST_LIMIT, MOST_LOST = "instances lost", 2
 CONNECT, TRANSFER, FULL = "--connect-attempts", "--transfer-attempts", "--full-attempts"
+_FIELDS = {CONNECT: "connect_attempts", TRANSFER: "transfer_attempts", FULL: "full_attempts"}  # of ``RelayConfig``
 _LOST = "the instance that worked on this is lost"
 
 RULES: Mapping[Cause, Rule] = {
@@ -109,15 +110,10 @@ def may_follow(
     who = rule.shown if shown else rule.unshown
     if who is Who.NONE or (who is Who.SINGLE and not single) or (who is Who.MOVABLE and not movable):
         return False
-    over = sum(count for other, count in times.items() if RULES[other].limit == rule.limit)
+    over = sum(count for other, count in times.items() if RULES[other].limit == rule.limit) if times else 0
     return over + 1 < find_most(rule.limit, config)
 
 
 def find_most(limit: str, config: RelayConfig) -> int:
     """How many attempts the limit of this name allows."""
-    return {
-        CONNECT: config.connect_attempts,
-        TRANSFER: config.transfer_attempts,
-        FULL: config.full_attempts,
-        LOST_LIMIT: MOST_LOST,
-    }[limit]
+    return MOST_LOST if limit == LOST_LIMIT else int(getattr(config, _FIELDS[limit]))

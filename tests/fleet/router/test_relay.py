@@ -118,6 +118,20 @@ async def test_decode_is_freed_when_the_prefill_fails(how: str, body: dict[str, 
         assert bool(here.control.of(m.Failure)) == (how == "cut")
 
 
+async def test_a_prefill_that_is_lost_behind_the_first_token_costs_nothing() -> None:
+    scripts = {0: Script(fail_prefill="cut", first_s=0.1), 1: Script(events=3, holds=[end_of_words(1)])}
+    async with setting(*PAIR, scripts=scripts) as here:
+        rooms = here.instances[1].rooms
+        assert rooms is not None
+        rooms.event(1000).set()  # decode has the KV
+        asked = asyncio.ensure_future(here.ask(STREAM))
+        await here.until(lambda: here.control.of(m.Failure))
+        assert m.Milestone.FIRST_TOKEN in [progress.milestone for progress in here.control.of(m.Progress)]
+        here.instances[1].words.put_nowait("go")
+        assert len((await asked).events) == 4
+        assert (here.ended()[0].outcome, here.ended()[0].aborted) == (m.Outcome.OK, (0,))
+
+
 async def test_a_refused_prefill_is_not_waited_for() -> None:
     """Decode would answer the bad request as well; where it does not, the client is told after a moment."""
     async with setting(*PAIR, scripts={0: Script(fail_prefill="error")}) as here:

@@ -59,6 +59,9 @@ class PrefillResult(enum.Enum):
     FULL = enum.auto()  # the instance has no room for it
 
 
+_DONE, _FAILED, _TRANSFER_FAILED, _REFUSED, _FULL = PrefillResult
+
+
 class AttemptOwner(Protocol):
     """The request that an attempt belongs to; two of its attempts may be under way."""
 
@@ -93,19 +96,13 @@ class UpstreamLeg:
         plain: as in ``ResponseSink``.
     """
 
-    __slots__ = ("_on_end", "_owner", "connection", "done", "leg", "plain", "worker")
-    _owner: AttemptOwner
+    __slots__ = ("connection", "done", "leg", "owner", "plain", "worker")
+    owner: AttemptOwner
 
     def __init__(self, owner: AttemptOwner, leg: Leg, worker: int, *, plain: bool) -> None:
-        self._owner, self.leg, self.worker, self.plain = owner, leg, worker, plain
-        self._on_end: Callable[[UpstreamLeg, bool], None] | None = None
+        self.owner, self.leg, self.worker, self.plain = owner, leg, worker, plain
         self.connection: UpstreamConnection | None = None
         self.done = False
-
-    def read_out(self, on_end: Callable[[UpstreamLeg, bool], None]) -> None:
-        """Nobody gets the answer any more. ``on_end`` is called once: whether it is complete, else it is lost."""
-        self._on_end = on_end
-        del self._owner
 
     def on_head(self, head: ResponseHead) -> None:
         raise NotImplementedError
@@ -113,25 +110,42 @@ class UpstreamLeg:
     def on_body(self, data: bytes) -> None:
         raise NotImplementedError
 
-    def _finish(self) -> None:
-        raise NotImplementedError
-
     def on_done(self) -> None:
-        self.done, self.connection = True, None
-        if self._on_end is None:
-            self._finish()
-        else:
-            self._on_end(self, True)
+        raise NotImplementedError
 
     def on_lost(self, kind: FailureKind, detail: str) -> None:
         """The connection stays here: it still knows whether the answer broke between two events."""
-        if self._on_end is None:
-            self._lose(kind, detail)
-        else:
-            self._on_end(self, False)
+        self.owner.on_leg_lost(self, kind, detail)
 
-    def _lose(self, kind: FailureKind, detail: str) -> None:
-        self._owner.on_leg_lost(self, kind, detail)
+
+class UnwantedAnswer:
+    """The rest of a leg's answer, which nobody gets any more (``ResponseSink``).
+
+    Args:
+        on_end: called once: whether the answer is complete, else it is lost.
+    """
+
+    __slots__ = ("_leg", "_on_end")
+    plain = False
+
+    def __init__(self, leg: UpstreamLeg, on_end: Callable[[UpstreamLeg, bool], None]) -> None:
+        assert leg.connection is not None
+        self._leg, self._on_end = leg, on_end
+        leg.connection.replace_sink(self)
+        del leg.owner  # the request may be over long before this is
+
+    def on_head(self, head: ResponseHead) -> None:
+        """Whatever it says."""
+
+    def on_body(self, data: bytes) -> None:
+        """Whatever it says."""
+
+    def on_done(self) -> None:
+        self._leg.done, self._leg.connection = True, None
+        self._on_end(self._leg, True)
+
+    def on_lost(self, kind: FailureKind, detail: str) -> None:
+        self._on_end(self._leg, False)
 
 
 class ResponseLeg(UpstreamLeg):
@@ -144,14 +158,13 @@ class ResponseLeg(UpstreamLeg):
         self._response = response
 
     def on_head(self, head: ResponseHead) -> None:
-        if self._on_end is None:
-            self.plain = self._response.on_response_head(head) or self.plain
+        self.plain = self._response.on_response_head(head) or self.plain
 
     def on_body(self, data: bytes) -> None:
-        if self._on_end is None:
-            self._response.on_response_body(data)
+        self._response.on_response_body(data)
 
-    def _finish(self) -> None:
+    def on_done(self) -> None:
+        self.done, self.connection = True, None
         self._response.on_response_done()
 
 
@@ -168,7 +181,7 @@ class ResumingLeg(ResponseLeg):
         self._status = head.status
 
     def on_body(self, data: bytes) -> None:
-        if self._has_begun or self._on_end is not None:
+        if self._has_begun:
             super().on_body(data)
             return
         self._beginning += data[: SNIFF_BYTES - len(self._beginning)] if self._status != 200 else data
@@ -179,29 +192,30 @@ class ResumingLeg(ResponseLeg):
             self._turn_down(events)
             return
         self._has_begun = True
-        self._owner.on_first_events(self, events)
+        self.owner.on_first_events(self, events)
 
-    def _finish(self) -> None:
+    def on_done(self) -> None:
         if self._has_begun:
-            super()._finish()
+            super().on_done()
         else:
+            self.done, self.connection = True, None
             self._turn_down(self._beginning)
 
-    def _lose(self, kind: FailureKind, detail: str) -> None:
+    def on_lost(self, kind: FailureKind, detail: str) -> None:
         if self._has_begun:
-            super()._lose(kind, detail)
+            super().on_lost(kind, detail)
         else:
-            self._owner.on_not_resumed(self, Cause.LOST, kind, detail)
+            self.owner.on_not_resumed(self, Cause.LOST, kind, detail)
 
     def _turn_down(self, said: bytes) -> None:
         """Its instance has said why it does not go on."""
         code = error_code(self._status if self._status != 200 else 0, said)
         if load_refusal(code, said) is LoadRefusal.FULL:
-            self._owner.on_not_resumed(self, Cause.FULL, FailureKind.FULL, error_message(said))
+            self.owner.on_not_resumed(self, Cause.FULL, FailureKind.FULL, error_message(said))
             return
         kind = FailureKind.STATUS if code is None or code >= 500 else None
         cause = Cause.ABORTED if self._status == 200 and given_up(said) else Cause.REFUSED
-        self._owner.on_not_resumed(self, cause, kind, error_message(said) or "an empty answer")
+        self.owner.on_not_resumed(self, cause, kind, error_message(said) or "an empty answer")
 
 
 class PrefillLeg(UpstreamLeg):
@@ -220,27 +234,28 @@ class PrefillLeg(UpstreamLeg):
         if len(self._beginning) < SNIFF_BYTES:
             self._beginning += data[:SNIFF_BYTES]
 
-    def _finish(self) -> None:
+    def on_done(self) -> None:
+        self.done, self.connection = True, None
         beginning, self._beginning = self._beginning, b""
-        result, status, detail = PrefillResult.DONE, self._status, ""
+        result, status, detail = _DONE, self._status, ""
         if status >= 400 or b'"abort"' in beginning or b'"error"' in beginning:  # as ABORTED and ERROR want it
             result, status = self._judge_result(beginning)
             detail = error_message(beginning)
-        self._owner.on_prefill_end(self, result, status, detail)
+        self.owner.on_prefill_end(self, result, status, detail)
 
     def _judge_result(self, beginning: bytes) -> tuple[PrefillResult, int]:
         code = error_code(self._status, beginning)
         status = self._status if code is None else code
         if transfer_failed(self._status, beginning):
-            return PrefillResult.TRANSFER_FAILED, status
+            return _TRANSFER_FAILED, status
         refusal = load_refusal(code, beginning)
         if refusal is not None:
-            return (PrefillResult.FULL if refusal is LoadRefusal.FULL else PrefillResult.REFUSED), status
+            return (_FULL if refusal is LoadRefusal.FULL else _REFUSED), status
         if status >= 500 or (code is None and ABORTED.search(beginning)):
-            return PrefillResult.FAILED, status
+            return _FAILED, status
         if code is not None or ERROR.search(beginning):
-            return PrefillResult.REFUSED, status
-        return PrefillResult.DONE, status
+            return _REFUSED, status
+        return _DONE, status
 
 
 class Attempt:
@@ -277,7 +292,7 @@ class Attempt:
         self._context, self._owner, self._ask, self.assign = context, owner, ask, assign
         self.legs, self.response_leg = legs, legs[0]
         self.progress: list[Progress] = []
-        self._timers: list[asyncio.TimerHandle] = []  # of a cancellation
+        self._timers: tuple[asyncio.TimerHandle, ...] = ()  # of a cancellation
         self._released = self.has_begun = self.is_sent = False
 
     @property
@@ -337,7 +352,7 @@ class Attempt:
             tagged, raw = tags.put_into(raw)
             members = b",".join(filter(None, (members, tagged)))
         front, rest = with_members(raw, members) if members else (b"", memoryview(raw))
-        ids = b"x-request-id: %s\r\ntraceparent: %s\r\n" % (ask.rid.encode("latin-1"), ask.trace.encode("latin-1"))
+        ids = f"x-request-id: {ask.rid}\r\ntraceparent: {ask.trace}\r\n".encode("latin-1")
         ids += age_line(self._context.now_s() - ask.arrived_s)
         keyless: bool | None = None  # of ``lines``; both instances get the same but for a key
         lines, length, key = b"", len(front) + len(rest), self._context.config.api_key
@@ -369,7 +384,7 @@ class Attempt:
                 continue
             if leg.done:
                 continue
-            if outcome in LINGER_S and connection is not None and isinstance(leg, PrefillLeg):
+            if outcome in LINGER_S and connection is not None and connection.is_busy() and isinstance(leg, PrefillLeg):
                 leg.connection = connection
                 self.leave_leg(leg, LINGER_S[outcome])
                 continue
@@ -384,7 +399,7 @@ class Attempt:
         assert leg.connection is not None
         lingering = self._context.lingering
         lingering.add_leg(leg, leg.worker, leg.connection, self.rids, until_s=self._context.now_s() + limit_s)
-        leg.read_out(lingering.remove_leg)
+        UnwantedAnswer(leg, lingering.remove_leg)
 
     def cancel_legs(self, on_end: Callable[[bool], None]) -> None:
         """Makes sure that no instance holds anything of it, so that the request may be dispatched again.
@@ -399,9 +414,10 @@ class Attempt:
         end = functools.partial(self._end_cancellation, on_end)
         for leg in self.legs:
             if not leg.done:
-                leg.read_out(functools.partial(self._on_cancelled_leg, end))
-        self._timers = [self._context.call_later(at_s, self._abort_legs) for at_s in ABORT_TIMES_S]
-        self._timers.append(self._context.call_later(ROLL_BACK_S, end, False))
+                UnwantedAnswer(leg, functools.partial(self._on_cancelled_leg, end))
+        call_later = self._context.call_later
+        aborts = [call_later(at_s, self._abort_legs) for at_s in ABORT_TIMES_S]
+        self._timers = (*aborts, call_later(ROLL_BACK_S, end, False))
 
     def _abort_legs(self) -> None:
         for leg in self.legs:
@@ -421,4 +437,4 @@ class Attempt:
     def _stop_timers(self) -> None:
         for timer in self._timers:
             timer.cancel()
-        self._timers = []
+        self._timers = ()

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import enum
 import functools
-from collections import Counter
 from collections.abc import Callable
 
 import msgspec
@@ -59,6 +58,10 @@ DETAIL_CHARS = 300  # of what an instance says
 
 _NOT_SENT, _TRANSFER_FAILED, _FULL, _LOST, _BROKEN, _ABORTED, _REFUSED, _RESUMED = m.Cause
 _SENT, _PREFILL_DONE, _FIRST_TOKEN = m.Milestone
+_WHOLE, _PREFILL, _DECODE = m.Leg
+
+
+_PREFILLED, _, _NO_TRANSFER, _BAD, _NO_ROOM = PrefillResult
 
 
 class RequestState(enum.IntEnum):
@@ -131,7 +134,7 @@ class Request(ClientWork):
         self.attempt: Attempt | None = None
         self._candidate: Attempt | None = None
         self.last_attempt = 0
-        self._over_times: Counter[m.Cause] = Counter()  # attempts that are over, but for candidates
+        self._over_times: dict[m.Cause, int] = {}  # attempts that are over, but for candidates
         self._movable: Movable | Unmovable | None = None  # None: not judged yet
         self._first_rid = ""  # under which the instance knew it whose stream has begun
         self._paused = False  # the client's buffers are full
@@ -186,9 +189,9 @@ class Request(ClientWork):
             self._deadline_s = response.last_s + self._context.config.stall_timeout_s
             legs = (ResumingLeg(self, assign.decode, response),)
         elif assign.prefill is None:
-            legs = (ResponseLeg(self, m.Leg.WHOLE, assign.decode, response, plain=plain),)
+            legs = (ResponseLeg(self, _WHOLE, assign.decode, response, plain=plain),)
         else:
-            decode = ResponseLeg(self, m.Leg.DECODE, assign.decode, response, plain=plain)
+            decode = ResponseLeg(self, _DECODE, assign.decode, response, plain=plain)
             legs = (decode, PrefillLeg(self, assign.prefill))
         self.attempt = Attempt(self._context, self, self.ask, assign, legs)
         if not self.attempt.connect_legs():
@@ -259,11 +262,12 @@ class Request(ClientWork):
         marked = self.response.marked
         if marked is not None and not marked.prompt:  # the instance was asked for ids, and cannot say them of this one
             self._set_unmovable(Unmovable.INSTANCE)
-        if not self._is_movable(shown=True):
+        movable = self._is_movable(shown=True)
+        if not movable:
             self._kept.drop()
         self.response.begin_forwarding()
         self._deadline_s = self._context.now_s() + self._context.config.stall_timeout_s
-        self._report_progress(self.attempt, _FIRST_TOKEN, movable=self._is_movable(shown=True))
+        self._report_progress(self.attempt, _FIRST_TOKEN, movable=movable)
 
     def on_first_events(self, leg: UpstreamLeg, events: bytes) -> None:
         """The answer comes from this attempt from here on."""
@@ -294,16 +298,16 @@ class Request(ClientWork):
     def on_prefill_end(self, leg: UpstreamLeg, result: PrefillResult, status: int, detail: str) -> None:
         assert self.attempt is not None
         waits = self.state is WAITING  # else decode has the KV already, and answers
-        if result is PrefillResult.DONE:
+        if result is _PREFILLED:
             self._report_progress(self.attempt, _PREFILL_DONE)
-        elif result is PrefillResult.REFUSED:
+        elif result is _BAD:
             if waits:
                 self._refusal = (max(status, 400), detail)
                 self._deadline_s = self._context.now_s() + REFUSAL_GRACE_S
-        elif result is PrefillResult.TRANSFER_FAILED:  # it may be decode's fault
+        elif result is _NO_TRANSFER:  # it may be decode's fault
             if waits:
                 self._roll_back(_TRANSFER_FAILED, leg, detail)
-        elif result is PrefillResult.FULL:
+        elif result is _NO_ROOM:
             if waits:
                 self.response.keep_refusal(status, f"the prefill instance has refused the request: {detail}")
                 self._leave_full(leg, detail)
@@ -325,7 +329,7 @@ class Request(ClientWork):
     def on_leg_lost(self, leg: UpstreamLeg, kind: m.FailureKind, detail: str) -> None:
         self._report_failure(leg, kind, detail)
         cause = _BROKEN if kind is m.FailureKind.BROKEN else _LOST
-        if leg.leg is m.Leg.PREFILL:
+        if leg.leg is _PREFILL:
             if self.state is not WAITING:
                 return  # decode has the KV already, and answers
             if cause is _LOST:
@@ -407,7 +411,7 @@ class Request(ClientWork):
         attempt.end_attempt(m.Outcome.UPSTREAM_LOST)
         if not self._is_shown:
             self.response.forget_head()
-        self._over_times[cause] += 1
+        self._over_times[cause] = self._over_times.get(cause, 0) + 1
         context.counters.count_event("retries_total", reason=cause.label)
         self._deadline_s = context.now_s() + config.dispatch_timeout_s
         over = self._describe_over(cause, attempt, worker, detail)

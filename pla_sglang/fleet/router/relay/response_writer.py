@@ -95,7 +95,7 @@ class ResponseWriter:
 
         ``added``: further lines.
         """
-        added += b"x-request-id: %s\r\n" % rid.encode("latin-1", "replace")
+        added += f"x-request-id: {rid}\r\n".encode("latin-1", "replace")
         framed = head.length is not None or (head.chunked and self.understands_chunks)
         if not framed and head.status not in BODILESS:
             self.close_after = True

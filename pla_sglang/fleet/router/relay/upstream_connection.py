@@ -80,6 +80,15 @@ class UpstreamConnection(asyncio.Protocol):
             else:
                 self.transport.resume_reading()
 
+    def is_busy(self) -> bool:
+        """True if an answer is under way."""
+        return self._sink is not None
+
+    def replace_sink(self, sink: ResponseSink) -> None:
+        """Another one gets the rest of the answer that is under way."""
+        assert self._sink is not None
+        self._sink = sink
+
     def drop_connection(self) -> None:
         """Close it now, whatever is under way; its sink is not called any more."""
         self._sink = None
