@@ -197,10 +197,11 @@ async def test_streams_of_instances_that_die_go_on_elsewhere_and_the_recording_r
         ledger = await here.at_rest()
         assert ledger["ended"].get("upstream_error", 0) == served.count(False)  # those that both have lost
         assert served.count(True) > 20
-        moved = [rid for rid in range(40) if "hops" in (await here.get(f"/pla/explain/r{rid:02d}"))[1]]
+        told = [(await here.get(f"/pla/explain/r{rid:02d}"))[1] for rid in range(40)]
+        moved = [attempt for one in told for attempt in one["attempts"] if attempt["how"] == "redo"]
         assert moved
         metrics = (await here.get("/metrics"))[1]
-        assert 'pla_router_migrations_total{how="redo",reason="survive"}' in metrics
+        assert 'pla_router_migrations_total{how="redo",reason="broken"}' in metrics
         tags = [tags for fake in here.fakes for tags in map(tags_of, fake.bodies) if "pla_tokens" in tags]
         assert tags
         assert all(tags["pla_tokens"] in ([0], [0, 1, 2]) for tags in tags)
@@ -239,7 +240,7 @@ async def test_streams_that_are_moved_at_random_lose_nothing() -> None:
         assert count_moves(here.plane) == 0
         metrics = (await here.get("/metrics"))[1]
         assert 'pla_router_migrations_total{how="pull",reason="random"}' in metrics
-        assert 'pla_router_migrations_total{how="redo",reason="survive"}' in metrics
+        assert 'pla_router_migrations_total{how="redo",reason="broken"}' in metrics
         await here.fakes[0].start()
 
 
