@@ -22,7 +22,7 @@ async def start(one: Scene, rid: str = "r", *, movable: bool = True) -> int:
     await one.until(lambda: all(list((w.peers or {}).values()).count("ready") == ready for w in one.plane.table))
     assign = one.assign(rid)
     one.reach(rid, m.Milestone.SENT)
-    one.plane.on_message(m.Progress(rid, m.Milestone.FIRST_TOKEN, time.monotonic(), movable))
+    one.reach(rid, m.Milestone.FIRST_TOKEN, movable=movable)
     return assign.decode
 
 
@@ -30,20 +30,23 @@ def move(one: Scene, target: int, rid: str = "r", reason: str = "policy") -> str
     return one.plane.migration.move_request(rid, one.plane.table.by_number[target], reason)
 
 
-async def pull_of(one: Scene, hop: int = 2) -> m.Continue:
+def moves(one: Scene) -> list[m.Assign]:
+    """What relays were told of requests that are held."""
+    return [said for said in one.relay.told if isinstance(said, m.Assign) and said.held_tokens is not None]
+
+
+async def move_of(one: Scene, attempt: int = 2) -> m.Assign:
     """The order to the relay, once the request is held."""
-    await one.until(lambda: any(isinstance(said, m.Continue) and said.hop == hop for said in one.relay.told))
-    order = one.relay.last(m.Continue)
-    assert isinstance(order, m.Continue)
-    return order
+    await one.until(lambda: any(said.attempt == attempt for said in moves(one)))
+    return moves(one)[-1]
 
 
-def join(one: Scene, hop: int = 2, rid: str = "r") -> None:
-    one.plane.on_message(m.Joined(rid, hop, time.monotonic(), 0.125))
+def join(one: Scene, attempt: int = 2, rid: str = "r") -> None:
+    one.reach(rid, m.Milestone.FIRST_TOKEN, attempt=attempt, movable=True, gap_s=0.125)
 
 
-def lose(one: Scene, hop: int = 2, why: m.LossReason = m.LossReason.REFUSED, **fields: Any) -> None:
-    one.plane.on_message(m.Lost("r", hop, 3, why, time.monotonic(), True, **fields))
+def drop(one: Scene, attempt: int = 2, cause: m.Cause = m.Cause.REFUSED) -> None:
+    one.plane.on_message(m.Dropped("r", attempt, cause, time.monotonic()))
 
 
 def open_at(one: Scene) -> list[int]:
@@ -60,9 +63,9 @@ async def test_a_request_moves() -> None:
         target = 1 - source
         assert move(one, target) is None
         assert move(one, target) == "it is on its way already"
-        order = await pull_of(one)
-        assert (order.target, order.how, order.reached, order.tokens) == (target, m.MoveKind.PULL, 1, 3)
-        assert (order.source, order.bootstrap_host, order.bootstrap_port) == (source, "127.0.0.1", 8998)
+        order = await move_of(one)
+        assert (order.decode, order.attempt, order.held_tokens) == (target, 2, 3)
+        assert (order.prefill, order.bootstrap_host, order.bootstrap_port) == (source, "127.0.0.1", 8998)
         [hold] = one.instances[source].commands
         assert hold == {"do": "hold", "rid": "r", "room": order.bootstrap_room, "for_s": 10.0}
         assert open_at(one) == [1, 1]
@@ -93,9 +96,11 @@ def check_view(one: Scene, source: int, target: int) -> None:
 def check_story(one: Scene, source: int, target: int) -> None:
     names = {worker.number: worker.view.name for worker in one.plane.table}
     told = one.admin("GET", "/pla/explain/r")[1]
-    hop = told["hops"][1]
-    assert (hop["how"], hop["why"], hop["tokens"], hop["kv_tokens"]) == ("pull", "policy", 3, 52)
-    assert (told["hops"][0]["decode"], hop["decode"], hop["gap_s"]) == (names[source], names[target], 0.125)
+    left, attempt = told["attempts"]
+    assert (attempt["how"], attempt["cause"]) == ("pull", "policy")
+    assert (attempt["delivered_tokens"], attempt["kv_tokens"]) == (3, 52)
+    assert (left["decode"], attempt["decode"], attempt["gap_s"]) == (names[source], names[target], 0.125)
+    assert [one["state"] for one in told["attempts"]] == ["over", "ended"]
     assert (told["decode"], told["end"]) == (names[source], "finished")
     metrics = one.admin("GET", "/metrics")[1]
     assert 'pla_router_migrations_total{how="pull",reason="policy"} 1.0' in metrics
@@ -104,11 +109,11 @@ def check_story(one: Scene, source: int, target: int) -> None:
 async def test_a_request_moves_there_and_back() -> None:
     async with scene(TWO, **ON) as one:
         source = await start(one)
-        for hop, target in ((2, 1 - source), (3, source)):
+        for attempt, target in ((2, 1 - source), (3, source)):
             assert move(one, target) is None
-            order = await pull_of(one, hop)
-            assert (order.target, order.reached) == (target, hop - 1)
-            join(one, hop)
+            order = await move_of(one, attempt)
+            assert order.decode == target
+            join(one, attempt)
             assert open_at(one)[target] == 1
         assert one.instances[1 - source].commands[0]["rid"] == "pla-2~r"
         one.ended("r")
@@ -128,36 +133,33 @@ async def test_a_request_that_cannot_be_held_stays_and_rests(status: str | None)
         assert open_at(one)[1 - source] == 0
         if status is None:  # it may be held, for all that is known
             await one.until(lambda: done(one, source) == ["hold", "resume"])
-        assert not any(isinstance(said, m.Continue) for said in one.relay.told)
+        assert moves(one) == []
         assert f'pla_router_migration_failures_total{{reason="{status}"}} 1.0' in one.admin("GET", "/metrics")[1]
         one.ended("r")
         await one.at_rest()
         assert one.instances[1 - source].aborted == []
 
 
-@pytest.mark.parametrize("why", m.LossReason)
-async def test_a_target_that_cannot_go_on(why: m.LossReason, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("cause", m.Cause)
+async def test_a_target_that_cannot_go_on(cause: m.Cause, monkeypatch: pytest.MonkeyPatch) -> None:
     """The source is told to resume, unless it has; the next move has another room, number and id."""
     monkeypatch.setattr(mig, "COOL_DOWN_S", 0.0)
     async with scene(TWO, **ON) as one:
         source = await start(one)
         assert move(one, 1 - source) is None
-        first = await pull_of(one)
-        lose(one, 2, why)
-        resumed = [] if why is m.LossReason.RESUMED else ["resume"]
+        first = await move_of(one)
+        drop(one, 2, cause)
+        resumed = [] if cause is m.Cause.RESUMED else ["resume"]
         await one.until(lambda: done(one, source) == ["hold", *resumed])
-        aborting = why in (
-            m.LossReason.DEAD,
-            m.LossReason.BROKEN,
-            m.LossReason.RESUMED,
-        )  # otherwise it has said that nothing is there
+        nothing_there = {m.Cause.NOT_SENT, m.Cause.FULL, m.Cause.REFUSED, m.Cause.ABORTED}  # as it has said
+        aborting = cause not in nothing_there
         assert one.plane.dispatcher.ledger.audit(0.0).legs_aborting == aborting
         assert open_at(one)[1 - source] == 0
         assert move(one, 1 - source) is None
-        second = await pull_of(one, 3)
-        assert (second.reached, second.hop) == (2, 3)
+        second = await move_of(one, 3)
+        assert second.attempt == 3
         assert second.bootstrap_room != first.bootstrap_room
-        lose(one, 2, why)  # late: it changes nothing
+        drop(one, 2, cause)  # late: it changes nothing
         join(one, 3)
         one.ended("r")
         await one.at_rest()
@@ -171,7 +173,7 @@ async def test_what_may_happen_meanwhile(phase: str, how: str) -> None:
         source = await start(one)
         assert move(one, 1 - source) is None
         if phase == "pulling":
-            await pull_of(one)
+            await move_of(one)
         if how == "ended":
             one.ended("r", m.Outcome.CLIENT_GONE, aborted=(source,))
             was_sent = phase == "pulling"
@@ -180,10 +182,10 @@ async def test_what_may_happen_meanwhile(phase: str, how: str) -> None:
             one.plane.detach_relay(0)
             await one.until(lambda: "r" in one.instances[source].aborted)
         elif how == "dead source":
-            lose(one, 1, m.LossReason.DEAD, killed=(source,))
-            order = one.relay.last(m.Continue)
-            assert (order.how, order.target) == (m.MoveKind.REDO, 1 - source)
-            join(one, order.hop)
+            order = one.ask_again("r", 1, tokens=3, over={"lost_with": (source,)})
+            assert isinstance(order, m.Assign)
+            assert (order.prefill, order.decode, order.held_tokens) == (None, 1 - source, None)
+            join(one, order.attempt)
             one.ended("r")
         else:
             await one.instances[1 - source].stop()
@@ -191,10 +193,10 @@ async def test_what_may_happen_meanwhile(phase: str, how: str) -> None:
             await one.until(lambda: target.state.value == "dead")
             assert not any(isinstance(said, m.Abort) for said in one.relay.told)
             if phase == "pulling":
-                lose(one, 2, m.LossReason.DEAD)
+                drop(one, 2, m.Cause.LOST)
             else:
-                await pull_of(one)
-                lose(one, 2, m.LossReason.NOT_SENT)
+                await move_of(one)
+                drop(one, 2, m.Cause.NOT_SENT)
             one.ended("r")
             await one.instances[1 - source].start()
         await one.at_rest()
@@ -227,7 +229,7 @@ async def test_a_stream_that_ends_before_the_commit_is_answered(
         gate = one.instances[source].hop_gates["commit"] = asyncio.Event()
         one.instances[source].hop_answers["commit"] = answer
         move(one, 1 - source)
-        await pull_of(one)
+        await move_of(one)
         join(one)
         await one.until(lambda: done(one, source) == ["hold", "commit"])
         one.ended("r", outcome)
@@ -241,15 +243,15 @@ async def test_a_stream_that_ends_before_the_commit_is_answered(
 
 
 async def test_a_stream_that_has_come_back_ends_before_the_commit_is_answered() -> None:
-    """Its instance holds nothing of the present hop; what it has of the first one, its answer will say."""
+    """Its instance holds nothing of the present attempt; what it has of the first one, its answer will say."""
     async with scene(TWO, **ON) as one:
         source = await start(one)
         gate = one.instances[source].hop_gates["commit"] = asyncio.Event()
         one.instances[source].hop_answers["commit"] = {"status": "unknown", "code": 410}
-        for hop, target in ((2, 1 - source), (3, source)):
+        for attempt, target in ((2, 1 - source), (3, source)):
             move(one, target)
-            await pull_of(one, hop)
-            join(one, hop)
+            await move_of(one, attempt)
+            join(one, attempt)
         await one.until(lambda: done(one, source) == ["hold", "commit"])
         one.ended("r")
         assert one.plane.dispatcher.ledger.audit(0.0).legs_open
@@ -265,7 +267,7 @@ async def test_a_commit_that_is_not_carried_out_becomes_an_abort(answer: dict[st
         source = await start(one)
         one.instances[source].hop_answers["commit"] = answer
         move(one, 1 - source)
-        await pull_of(one)
+        await move_of(one)
         join(one)
         await one.until(lambda: one.instances[source].aborted[:1] == ["r"])
         one.ended("r")
@@ -293,17 +295,16 @@ async def test_an_instance_that_drains_is_emptied_by_moves() -> None:
     async with scene(THREE, **ON) as one:
         for rid in ("a", "b", "c", "d"):
             await start(one, rid)
-        where = {rid: one.plane.dispatcher.ledger.records[rid].hop.decode for rid in "abcd"}
+        where = {rid: one.plane.dispatcher.ledger.records[rid].present.decode for rid in "abcd"}
         source = where["a"]
         assert source is not None
         there = [rid for rid, worker in where.items() if worker is source]
         one.plane.dispatcher.ledger.records[there[-1]].movable = len(there) == 1
         leaves = there if len(there) == 1 else there[:-1]
         assert one.admin("POST", f"/workers/{source.number}/drain")[0] == 202
-        await one.until(lambda: len([said for said in one.relay.told if isinstance(said, m.Continue)]) == len(leaves))
-        orders = [said for said in one.relay.told if isinstance(said, m.Continue)]
-        assert {order.reason for order in orders} == {"drain"}
-        assert source.number not in {order.target for order in orders}
+        await one.until(lambda: len(moves(one)) == len(leaves))
+        assert {order.reason for order in moves(one)} == {"drain"}
+        assert source.number not in {order.decode for order in moves(one)}
         for rid in leaves:
             join(one, 2, rid)
         await one.until(lambda: one.instances[source.number].commands[-1]["do"] == "commit")
@@ -319,8 +320,8 @@ async def test_an_instance_that_is_told_to_end_is_emptied_as_well() -> None:
     async with scene(TWO, **ON) as one:
         source = await start(one)
         one.instances[source].ending = True
-        order = await pull_of(one)
-        assert (order.reason, order.target) == ("drain", 1 - source)
+        order = await move_of(one)
+        assert (order.reason, order.decode) == ("drain", 1 - source)
         worker = one.plane.table.by_number[source]
         assert (worker.state.value, worker.reason.value) == ("draining", "ending")
         join(one)
