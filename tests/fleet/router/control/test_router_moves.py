@@ -12,9 +12,14 @@ from support.router_scene import Scene, scene
 
 from pla_sglang.common.errors import ConfigError
 from pla_sglang.fleet.router.control.policy_setup import RouterEffects
-from pla_sglang.fleet.router.control.requests.hop_changes import start_hop, start_pending
 from pla_sglang.fleet.router.control.requests.moves import MoveKnobs, MoveOrders
-from pla_sglang.fleet.router.control.requests.request_record import ENDED, STREAMING, Hop, MoveReason, RequestRecord
+from pla_sglang.fleet.router.control.requests.request_record import (
+    ENDED,
+    OVER,
+    STREAMING,
+    MoveKind,
+    RequestRecord,
+)
 from pla_sglang.fleet.router.control.requests.running_requests import LEAST_ROWS, RunningRequests
 from pla_sglang.fleet.router.control.workers.breaker import BreakerKnobs
 from pla_sglang.fleet.router.control.workers.discovery import parse_url
@@ -59,12 +64,18 @@ class Place:
         self.orders.find_record = self.records.get
         self.running = RunningRequests(made, self.table, self.orders, clock=lambda: self.now_s, device_clock=clock)
 
-    def add(self, rid: str, worker: int, *, reached: int = 0, **fields: Any) -> RequestRecord:
+    def add(self, rid: str, worker: int, **fields: Any) -> RequestRecord:
         there = self.workers[worker]
-        values = {"stage": STREAMING, "prefill": there, "decode": there, "assigned_s": 90.0} | fields
+        values = {"state": STREAMING, "prefill": there, "decode": there, "assigned_s": 90.0} | fields
         record = self.records[rid] = make_record(rid, **values)
-        record.reached = reached
         return record
+
+    def go_on(self, record: RequestRecord, worker: int, assigned_s: float = 90.0) -> None:
+        """The record's next attempt streams there."""
+        record.present.state = OVER
+        record.present = record.next_attempt("lost", how=MoveKind.REDO, delivered_tokens=20)
+        record.present.prefill = record.present.decode = self.workers[worker]
+        record.present.state, record.present.assigned_s = STREAMING, assigned_s
 
     def report(self, worker: int, *rows: RequestRow) -> None:
         self.workers[worker].rows[0] = self.now_s, rows
@@ -81,10 +92,10 @@ class Place:
         return self.orders.order_move(Migrate(rid, views[source], views[target], 10, FleetReason.STAR_MIGRATE))
 
 
-@pytest.mark.parametrize("reached", [0, 1, 12])
+@pytest.mark.parametrize("attempt", [1, 2, 12])
 @pytest.mark.parametrize("rid", ["pla-0123456789ab-0000000001", "a~b", "pla~x", "mine", "7~"])
-def test_the_id_at_an_instance_leads_back_to_the_request(rid: str, reached: int) -> None:
-    assert find_rid(rid_at_instance(rid, reached)) == (rid, reached)
+def test_the_id_at_an_instance_leads_back_to_the_request(rid: str, attempt: int) -> None:
+    assert find_rid(rid_at_instance(rid, attempt)) == (rid, attempt)
 
 
 # -- what is seen ------------------------------------------------------------------------------------------------------
@@ -93,15 +104,15 @@ def test_the_id_at_an_instance_leads_back_to_the_request(rid: str, reached: int)
 def test_rows_are_seen_under_the_routers_ids() -> None:
     place = Place()
     place.add("a", 0)
-    place.add("b", 0, reached=2)
+    place.add("b", 0, number=3)
     place.report(0, RequestRow("a", 100, 20), RequestRow("pla-3~b", 50, 5))
     assert place.seen() == [("a", 120, True), ("b", 55, True)]
     assert place.seen(1) == []
 
 
 ABSENT = [
-    ("it has ended", {"stage": ENDED}),
-    ("it is a former attempt", {"reached": 1}),
+    ("it has ended", {"state": ENDED}),
+    ("it is a former attempt", {"number": 2}),
 ]
 
 
@@ -116,25 +127,22 @@ def test_a_row_that_the_record_does_not_confirm_is_load_and_no_more(why: str, fi
     assert (batch.unlisted_requests, batch.unlisted_tokens) == (2, 131)
 
 
-def test_each_hop_is_a_request_of_its_own_to_the_policy() -> None:
+def test_to_the_policy_the_rest_of_an_answer_is_a_request_of_its_own() -> None:
     place = Place(rest_s=0.0)
     mover = place.orders.mover = FakeMover()
     record = place.add("a", 0, movable=True)
-    view = RequestView("pla-2~a", 120, 0.0)
-    start_hop(record, view, how=m.MoveKind.REDO, why=MoveReason.SURVIVE.value, tokens=20)
-    there = record.hop.prefill = record.hop.decode = place.workers[1]
-    record.hop.stage = STREAMING
+    place.go_on(record, 1)
+    record.show_rest(RequestView("pla-2~a", 120, 0.0), delivered_tokens=20)
     place.report(1, RequestRow("pla-2~a", 100, 30))
     assert place.seen(1) == [("pla-2~a", 130, True)]
     assert place.order("pla-2~a", source=1, target=0) is None
     assert mover.asked == [("a", 0, "star.migrate")]
-    assert there.view.index == 1
 
 
 def test_a_request_that_moves_is_not_chosen_again() -> None:
     place = Place()
     record = place.add("a", 0)
-    start_pending(record, how=m.MoveKind.PULL, why="star.migrate")
+    record.candidate = record.next_attempt("star.migrate", how=MoveKind.PULL)
     place.report(0, RequestRow("a", 100, 20))
     assert place.seen() == [("a", 120, False)]
 
@@ -254,16 +262,15 @@ def test_a_request_whose_move_was_refused_or_failed_rests() -> None:
 def test_a_request_that_has_just_come_is_not_chosen_again() -> None:
     place = Place(rest_s=5.0)
     record = place.add("a", 0)
-    there = place.workers[1]
-    record.hops.append(Hop(2, stage=STREAMING, prefill=there, decode=there, assigned_s=99.0))
-    place.report(1, RequestRow("a", 100, 20))
+    place.go_on(record, 1, assigned_s=99.0)
+    place.report(1, RequestRow("pla-2~a", 100, 20))
     assert place.seen(1) == [("a", 120, False)]
     place.now_s += 4.5
-    place.report(1, RequestRow("a", 100, 20))
+    place.report(1, RequestRow("pla-2~a", 100, 20))
     assert place.seen(1) == [("a", 120, True)]
 
 
-@pytest.mark.parametrize("fields", [{"stage": ENDED}, {"decode": None}])
+@pytest.mark.parametrize("fields", [{"state": ENDED}, {"decode": None}])
 def test_what_is_not_at_the_source_any_more_is_not_moved(fields: dict[str, Any]) -> None:
     place = Place()
     mover = place.orders.mover = FakeMover()
@@ -321,12 +328,11 @@ async def fill(one: Scene) -> tuple[Worker, Worker]:
     await one.until(lambda: all((worker.peers or {}).values() for worker in one.plane.table))
     for number in range(8):
         one.assign(f"r{number}", answer_tokens=12_000)
-        one.reach(f"r{number}", m.Milestone.SENT, m.Milestone.PREFILL_DONE, m.Milestone.FIRST_TOKEN)
-        one.plane.dispatcher.ledger.records[f"r{number}"].movable = True
+        one.reach(f"r{number}", m.Milestone.SENT, m.Milestone.PREFILL_DONE, m.Milestone.FIRST_TOKEN, movable=True)
     at: dict[int, list[str]] = {}
     for record in one.plane.dispatcher.ledger.records.values():
-        assert record.hop.decode is not None
-        at.setdefault(record.hop.decode.number, []).append(record.rid)
+        assert record.present.decode is not None
+        at.setdefault(record.present.decode.number, []).append(record.rid)
     full, light = sorted(at, key=lambda number: -len(at[number]))[:2]
     table = one.plane.table.by_number
     hear(one, table[full], dict.fromkeys(at[full], 44_000 // len(at[full]) - 1000), 1)
@@ -355,7 +361,7 @@ async def test_a_full_instance_is_relieved_and_the_run_replays(
         assert len(mover.asked) >= 1
         rid, target, why = mover.asked[0]
         assert (target, why) == (light.number, reason)
-        assert one.plane.dispatcher.ledger.records[rid].hop.decode is full
+        assert one.plane.dispatcher.ledger.records[rid].present.decode is full
         assert len({asked[0] for asked in mover.asked}) == len(mover.asked), "one that was ordered to move rests"
         said = one.admin("GET", "/pla/state")[1]
         assert said["moves"]["ordered"] == len(mover.asked) == said["actions"][f"Migrate:{reason}"]
