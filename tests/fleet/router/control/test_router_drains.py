@@ -6,16 +6,23 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from fleet.router.control.test_router_migration import ON, THREE, TWO, done, join, lose, move, pull_of, start
+from fleet.router.control.test_router_migration import (
+    ON,
+    THREE,
+    TWO,
+    done,
+    drop,
+    find_moves,
+    join,
+    move,
+    move_of,
+    start,
+)
 from support.router_scene import Scene, count_moves, scene
 
 from pla_sglang.fleet.router.control import drains
 from pla_sglang.fleet.router.control import migration as mig
 from pla_sglang.fleet.router.wire import messages as m
-
-
-def pulls(one: Scene) -> list[m.Continue]:
-    return [said for said in one.relay.told if isinstance(said, m.Continue)]
 
 
 async def start_many(one: Scene, count: int) -> list[str]:
@@ -31,11 +38,11 @@ async def test_moves_of_a_drain_are_spread() -> None:
     async with scene(THREE, **ON) as one:
         rids = await start_many(one, 12)
         records = one.plane.dispatcher.ledger.records
-        there = [rid for rid in rids if records[rid].hop.decode is one.plane.table.by_number[0]]
+        there = [rid for rid in rids if records[rid].present.decode is one.plane.table.by_number[0]]
         assert len(there) == 4
         assert one.admin("POST", "/workers/0/drain")[0] == 202
-        await one.until(lambda: len(pulls(one)) == 4)
-        assert Counter(order.target for order in pulls(one)) == {1: 2, 2: 2}
+        await one.until(lambda: len(find_moves(one)) == 4)
+        assert Counter(order.decode for order in find_moves(one)) == {1: 2, 2: 2}
         for rid in there:
             join(one, 2, rid)
         await one.until(lambda: done(one, 0).count("commit") == 4)
@@ -51,9 +58,9 @@ async def test_only_so_many_leave_at_once(monkeypatch: pytest.MonkeyPatch) -> No
         assert one.admin("POST", "/workers/0/drain")[0] == 202
         moved: list[str] = []
         for turn in range(1, 4):
-            await one.until(lambda turn=turn: len(pulls(one)) == turn)  # type: ignore[misc]
+            await one.until(lambda turn=turn: len(find_moves(one)) == turn)  # type: ignore[misc]
             assert count_moves(one.plane) == 1
-            moved.append(pulls(one)[-1].rid)
+            moved.append(find_moves(one)[-1].rid)
             join(one, 2, moved[-1])
         assert len(set(moved)) == 3
         for rid in rids:
@@ -78,8 +85,8 @@ async def test_what_could_not_leave_a_drain_tries_again_soon(
         if drain_rest_s:
             assert move(one, 1 - source) == "it is in its cool-down, as its last move failed"
         else:
-            order = await pull_of(one, one.plane.dispatcher.ledger.records["r"].last_number + 1)
-            join(one, order.hop)
+            await one.until(lambda: find_moves(one))
+            join(one, find_moves(one)[-1].attempt)
         one.ended("r")
         await one.at_rest()
 
@@ -108,10 +115,10 @@ async def test_an_undrain_keeps_what_has_not_left(undrained: bool, monkeypatch: 
     async with scene(TWO, **ON) as one:
         rids = await start_many(one, 4)
         assert one.admin("POST", "/workers/0/drain")[0] == 202
-        await one.until(lambda: pulls(one))
+        await one.until(lambda: find_moves(one))
         if undrained:
             assert one.admin("POST", "/workers/0/undrain")[0] == 202
-        join(one, 2, pulls(one)[0].rid)
+        join(one, 2, find_moves(one)[0].rid)
         await one.until(lambda: "commit" in done(one, 0))
         assert count_moves(one.plane) == (0 if undrained else 1)
         for rid in rids:
@@ -125,8 +132,8 @@ async def test_an_instance_that_was_told_to_end_may_come_back(drained: bool) -> 
     async with scene(TWO, **ON) as one:
         source = await start(one)
         one.instances[source].ending = True
-        order = await pull_of(one)
-        join(one, order.hop)
+        order = await move_of(one)
+        join(one, order.attempt)
         one.ended("r")
         await one.at_rest()
         status, said = one.admin("POST", f"/workers/{source}/undrain")
@@ -180,11 +187,11 @@ async def test_a_target_that_vanishes_silently_gives_the_request_back() -> None:
     async with scene(TWO, **ON) as one:
         source = await start(one)
         assert move(one, 1 - source) is None
-        await pull_of(one)
+        await move_of(one)
         await one.instances[1 - source].stop()
         await one.until(lambda: "resume" in done(one, source))
         assert count_moves(one.plane) == 1
-        lose(one, 2, m.LossReason.RESUMED)
+        drop(one, 2, m.Cause.RESUMED)
         assert count_moves(one.plane) == 0
         one.ended("r")
         await one.instances[1 - source].start()
@@ -209,7 +216,7 @@ async def test_a_target_that_dies_before_the_hold_is_not_asked(monkeypatch: pyte
         assert move(one, target.number) is None
         await one.until(lambda: failed == ["r"])
         await one.until(lambda: done(one, source) == ["hold", "resume"])
-        assert pulls(one) == []
+        assert find_moves(one) == []
         assert 'pla_router_migration_failures_total{reason="dead"} 1.0' in one.admin("GET", "/metrics")[1]
         one.ended("r")
         await one.instances[1 - source].start()

@@ -11,6 +11,7 @@ from random import Random
 from typing import Any
 
 import pytest
+from fleet.router.control.test_router_migration import drop, find_moves, join
 from support.router_scene import Scene, count_moves, run, scene
 
 from pla_sglang.common.errors import ConfigError
@@ -41,11 +42,7 @@ def by_role(one: Scene, role: Role) -> Worker:
 
 def first_token(one: Scene, rid: str, *, movable: bool = True) -> None:
     one.reach(rid, m.Milestone.SENT)
-    one.plane.on_message(m.Progress(rid, m.Milestone.FIRST_TOKEN, time.monotonic(), movable))
-
-
-def orders(one: Scene) -> list[m.Continue]:
-    return [said for said in one.relay.told if isinstance(said, m.Continue)]
+    one.reach(rid, m.Milestone.FIRST_TOKEN, movable=movable)
 
 
 def done(one: Scene, worker: Worker) -> list[str]:
@@ -70,16 +67,17 @@ async def test_a_request_is_placed_and_moved_when_its_prefill_is_done() -> None:
         assert (assign.prefill, assign.decode) == (None, prefill.number), "whole, at the instance of its prefill"
         assert (explain(one)["placement"], explain(one)["placed_on"]) == ("any.when_prefilled", None)
         first_token(one, "r")
-        await one.until(lambda: orders(one))
-        [order] = orders(one)
-        assert (order.source, order.target, order.how) == (prefill.number, decode.number, m.MoveKind.PULL)
+        await one.until(lambda: find_moves(one))
+        [order] = find_moves(one)
+        assert (order.prefill, order.decode, order.held_tokens) == (prefill.number, decode.number, 3)
         assert order.reason == "baseline.minimal_load"
-        one.plane.on_message(m.Joined("r", 2, time.monotonic(), 0.01))
+        join(one)
         await one.until(lambda: done(one, prefill) == ["hold", "commit"])
         told = explain(one)
         assert (told["placement"], told["placed_on"]) == ("baseline.minimal_load", decode.view.name)
         assert told["placed_s"] >= told["first_s"] > 0
-        assert (told["hops"][1]["why"], told["hops"][1]["decode"]) == ("baseline.minimal_load", decode.view.name)
+        attempt = told["attempts"][1]
+        assert (attempt["cause"], attempt["decode"]) == ("baseline.minimal_load", decode.view.name)
         assert placed(one) == {"baseline.minimal_load": 1}
         metrics = one.admin("GET", "/metrics")[1]
         for reason in ("any.when_prefilled", "baseline.minimal_load"):
@@ -100,7 +98,7 @@ async def test_the_fleet_of_that_time_decides() -> None:
         first_token(one, "r")
         assert placed(one) == {"arrow.decode_in_place": 1}
         assert (explain(one)["placement"], explain(one)["placed_on"]) == ("arrow.decode_in_place", None)
-        assert (orders(one), done(one, prefill)) == ([], [])
+        assert (find_moves(one), done(one, prefill)) == ([], [])
         one.ended("r")
         await one.at_rest()
 
@@ -171,9 +169,10 @@ async def test_a_move_that_is_refused_leaves_the_request_where_it_is(caplog: pyt
         await one.until(lambda: count_moves(one.plane) == 0)
         assert placed(one) == {"any.not_movable": 1, "any.no_instance": 1, "baseline.minimal_load": 1}
         told = explain(one, "late")
-        assert (told["placed_on"], told.get("hops")) == (decode.view.name, None), "the move came to nothing"
+        assert told["placed_on"] == decode.view.name
+        assert [attempt["state"] for attempt in told["attempts"]] == ["streaming", "over"], "the move came to nothing"
         assert 'pla_router_migration_failures_total{reason="refused"} 1.0' in one.admin("GET", "/metrics")[1]
-        assert orders(one) == []
+        assert find_moves(one) == []
         for rid in ("refused", "mistake", "late"):
             one.ended(rid)
         await one.at_rest()
@@ -261,18 +260,18 @@ class Crowd:
             self.open.append(rid)
         elif rng.random() < 0.3:
             self.one.ended(self.late.pop(), m.Outcome.CLIENT_GONE)
-        for order in orders(self.one):
+        for order in find_moves(self.one):
             self._come_of(order)
         if len(self.open) > 6:
             self.one.ended(self.open.pop(0))
 
-    def _come_of(self, order: m.Continue) -> None:
+    def _come_of(self, order: m.Assign) -> None:
         self.one.relay.told.remove(order)
         if self.rng.random() < 0.7:
-            self.one.plane.on_message(m.Joined(order.rid, order.hop, time.monotonic(), 0.01))
+            join(self.one, order.attempt, order.rid)
         else:
-            why = self.rng.choice((m.LossReason.REFUSED, m.LossReason.FULL, m.LossReason.RESUMED))
-            self.one.plane.on_message(m.Lost(order.rid, order.hop, 3, why, time.monotonic(), True))
+            cause = self.rng.choice((m.Cause.REFUSED, m.Cause.FULL, m.Cause.RESUMED))
+            drop(self.one, order.attempt, cause, order.rid)
 
 
 def count_unplaced(one: Scene) -> int:

@@ -30,23 +30,23 @@ def move(one: Scene, target: int, rid: str = "r", reason: str = "policy") -> str
     return one.plane.migration.move_request(rid, one.plane.table.by_number[target], reason)
 
 
-def moves(one: Scene) -> list[m.Assign]:
+def find_moves(one: Scene) -> list[m.Assign]:
     """What relays were told of requests that are held."""
     return [said for said in one.relay.told if isinstance(said, m.Assign) and said.held_tokens is not None]
 
 
 async def move_of(one: Scene, attempt: int = 2) -> m.Assign:
     """The order to the relay, once the request is held."""
-    await one.until(lambda: any(said.attempt == attempt for said in moves(one)))
-    return moves(one)[-1]
+    await one.until(lambda: any(said.attempt == attempt for said in find_moves(one)))
+    return find_moves(one)[-1]
 
 
 def join(one: Scene, attempt: int = 2, rid: str = "r") -> None:
     one.reach(rid, m.Milestone.FIRST_TOKEN, attempt=attempt, movable=True, gap_s=0.125)
 
 
-def drop(one: Scene, attempt: int = 2, cause: m.Cause = m.Cause.REFUSED) -> None:
-    one.plane.on_message(m.Dropped("r", attempt, cause, time.monotonic()))
+def drop(one: Scene, attempt: int = 2, cause: m.Cause = m.Cause.REFUSED, rid: str = "r") -> None:
+    one.plane.on_message(m.Dropped(rid, attempt, cause, time.monotonic()))
 
 
 def open_at(one: Scene) -> list[int]:
@@ -133,7 +133,7 @@ async def test_a_request_that_cannot_be_held_stays_and_rests(status: str | None)
         assert open_at(one)[1 - source] == 0
         if status is None:  # it may be held, for all that is known
             await one.until(lambda: done(one, source) == ["hold", "resume"])
-        assert moves(one) == []
+        assert find_moves(one) == []
         assert f'pla_router_migration_failures_total{{reason="{status}"}} 1.0' in one.admin("GET", "/metrics")[1]
         one.ended("r")
         await one.at_rest()
@@ -302,9 +302,9 @@ async def test_an_instance_that_drains_is_emptied_by_moves() -> None:
         one.plane.dispatcher.ledger.records[there[-1]].movable = len(there) == 1
         leaves = there if len(there) == 1 else there[:-1]
         assert one.admin("POST", f"/workers/{source.number}/drain")[0] == 202
-        await one.until(lambda: len(moves(one)) == len(leaves))
-        assert {order.reason for order in moves(one)} == {"drain"}
-        assert source.number not in {order.decode for order in moves(one)}
+        await one.until(lambda: len(find_moves(one)) == len(leaves))
+        assert {order.reason for order in find_moves(one)} == {"drain"}
+        assert source.number not in {order.decode for order in find_moves(one)}
         for rid in leaves:
             join(one, 2, rid)
         await one.until(lambda: one.instances[source.number].commands[-1]["do"] == "commit")

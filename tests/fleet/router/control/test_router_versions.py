@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from typing import Any
 
 import pytest
 from fake_sglang import INFO, FakeSglang
-from fleet.router.control.test_router_migration import done, join, move, pull_of
+from fleet.router.control.test_router_migration import done, find_moves, join, move, move_of
 from support.router_scene import Scene, scene
 
 from pla_sglang.fleet.router.control.workers.discovery import Description, describe
@@ -110,15 +109,15 @@ async def test_a_move_between_versions_is_computed_again() -> None:
         await until_told(one, 0)
         source = await start_here(one)
         assert move(one, 1 - source) is None
-        order = await pull_of(one)
-        assert (order.how, order.target, order.source, order.tokens) == (m.MoveKind.REDO, 1 - source, source, 3)
+        order = await move_of(one)
+        assert (order.prefill, order.decode, order.held_tokens) == (None, 1 - source, 3), "no KV cache is pulled"
         assert (order.bootstrap_host, order.bootstrap_port, order.bootstrap_room) == ("", 0, 0)
         target = one.plane.table.by_number[1 - source]
         assert (target.view.queued_prefills, target.view.waiting_decodes) == (1, 0), "it is a prefill there"
         join(one)
         await one.until(lambda: done(one, source) == ["hold", "commit"])
-        hop = one.admin("GET", "/pla/explain/r")[1]["hops"][1]
-        assert (hop["how"], hop["tokens"], hop["kv_tokens"]) == ("redo", 3, 0)
+        attempt = one.admin("GET", "/pla/explain/r")[1]["attempts"][1]
+        assert (attempt["how"], attempt["delivered_tokens"], attempt["kv_tokens"]) == ("redo", 3, 0)
         one.ended("r", output_tokens=9)
         await one.at_rest()
         assert 'pla_router_migrations_total{how="redo",reason="policy"} 1.0' in one.admin("GET", "/metrics")[1]
@@ -128,7 +127,7 @@ async def start_here(one: Scene, rid: str = "r") -> int:
     """As ``start``, where not all instances are connected."""
     assign = one.assign(rid)
     one.reach(rid, m.Milestone.SENT)
-    one.plane.on_message(m.Progress(rid, m.Milestone.FIRST_TOKEN, time.monotonic(), movable=True))
+    one.reach(rid, m.Milestone.FIRST_TOKEN, movable=True)
     return assign.decode
 
 
@@ -140,22 +139,18 @@ async def test_an_instance_that_drains_prefers_its_own_version() -> None:
         rids = [f"r{number}" for number in range(6)]
         for rid in rids:
             await start_here(one, rid)
-        assert sorted(records[rid].hop.decode.number for rid in rids) == [0, 0, 1, 1, 2, 2]  # type: ignore[union-attr]
+        assert sorted(records[rid].present.decode.number for rid in rids) == [0, 0, 1, 1, 2, 2]  # type: ignore[union-attr]
         assert one.admin("POST", "/workers/0/drain")[0] == 202
-        await one.until(lambda: len(orders(one)) == 2)
-        assert {(order.target, order.how) for order in orders(one)} == {(1, m.MoveKind.PULL)}
-        for order in orders(one):
+        await one.until(lambda: len(find_moves(one)) == 2)
+        assert {(order.decode, order.prefill) for order in find_moves(one)} == {(1, 0)}, "KV cache is pulled"
+        for order in find_moves(one):
             join(one, 2, order.rid)
         await one.until(lambda: done(one, 0).count("commit") == 2)
         assert one.admin("POST", "/workers/1/drain")[0] == 202
-        await one.until(lambda: len(orders(one)) == 6)
-        assert {(order.target, order.how) for order in orders(one)[2:]} == {(2, m.MoveKind.REDO)}
-        for order in orders(one)[2:]:
-            join(one, order.hop, order.rid)
+        await one.until(lambda: len(find_moves(one)) == 6)
+        assert {(order.decode, order.prefill) for order in find_moves(one)[2:]} == {(2, None)}, "computed again"
+        for order in find_moves(one)[2:]:
+            join(one, order.attempt, order.rid)
         for rid in rids:
             one.ended(rid)
         await one.at_rest()
-
-
-def orders(one: Scene) -> list[m.Continue]:
-    return [said for said in one.relay.told if isinstance(said, m.Continue)]
