@@ -27,16 +27,10 @@ LONG = ExclusionKnobs(full_s=30.0)
 FULL, BREAKER, REFUSED, *_ = Exclusion
 
 
-def refuse(one: Scene, rid: str, worker: int, *, attempt: int = 2, refused_by: tuple[int, ...] = ()) -> Any:
-    """What a relay says of a request that ``worker`` has refused for load, and the answer."""
+def refuse(one: Scene, rid: str, worker: int, *, attempt: int = 1, refused_by: tuple[int, ...] = ()) -> Any:
+    """What a relay says of a request that ``worker`` has refused for load, and the answer. ``refused_by``: before."""
     one.plane.on_message(m.Failure(worker, m.FailureKind.FULL, "status 503", rid))
-    return one.ask(
-        rid,
-        attempt=attempt,
-        reached=attempt - 1,
-        retry_reason=m.RetryReason.INSTANCE_FULL,
-        refused_by=(*refused_by, worker),
-    )
+    return one.ask_again(rid, attempt, m.Cause.FULL, over={"refused_by": (*refused_by, worker)})
 
 
 async def test_a_full_instance_is_well_and_the_request_goes_elsewhere() -> None:
@@ -44,7 +38,7 @@ async def test_a_full_instance_is_well_and_the_request_goes_elsewhere() -> None:
         first = one.assign("r")
         second = refuse(one, "r", first.decode)
         assert isinstance(second, m.Assign)
-        third = refuse(one, "r", second.decode, attempt=3, refused_by=(first.decode,))
+        third = refuse(one, "r", second.decode, attempt=2, refused_by=(first.decode,))
         assert isinstance(third, m.Assign)
         assert {first.decode, second.decode, third.decode} == {0, 1, 2}
         one.reach("r", m.Milestone.SENT, m.Milestone.FIRST_TOKEN)
@@ -52,9 +46,10 @@ async def test_a_full_instance_is_well_and_the_request_goes_elsewhere() -> None:
         one.assert_at_rest()
         told = one.admin("GET", "/pla/explain/r")[1]
         assert sorted(told["excluded"].values()) == ["refused_it", "refused_it"]
-        assert [former["why"] for former in told["former"]] == ["instance_full", "instance_full"]
+        assert [attempt["over"] for attempt in told["attempts"]] == ["full", "full", None]
+        assert [attempt["cause"] for attempt in told["attempts"]] == ["dispatch", "full", "full"]
         metrics = one.admin("GET", "/metrics")[1]
-        assert 'pla_router_retries_total{reason="instance_full"} 2.0' in metrics
+        assert 'pla_router_retries_total{reason="full"} 2.0' in metrics
         assert 'pla_router_exclusions_total{reason="refused_it"} 2.0' in metrics
         assert f'pla_router_instance_refusals_total{{worker="{name_of(one, first.decode)}"}} 1.0' in metrics
         assert "pla_router_instance_failures_total{" not in metrics
@@ -102,14 +97,15 @@ async def test_where_all_are_full_requests_go_out_all_the_same_and_are_not_tried
 
 async def test_a_refused_request_that_a_new_control_plane_hears_of_first_goes_elsewhere_too() -> None:
     """It was refused, and the control plane was replaced before it had named another instance."""
-    reason = m.RetryReason.INSTANCE_FULL
     async with scene(["null", "null"]) as one:
         for turn in range(4):
-            answer = one.assign(f"r{turn}", attempt=2, reached=1, retry_reason=reason, refused_by=(1,))
-            assert answer.decode == 0
+            answer = one.ask_again(f"r{turn}", 1, m.Cause.FULL, over={"refused_by": (1,)})
+            assert isinstance(answer, m.Assign)
+            assert (answer.attempt, answer.decode) == (2, 0)
             one.ended(f"r{turn}")
-        refused = one.be_refused("s", attempt=3, reached=2, retry_reason=reason, refused_by=(1, 0))
-        assert refused.code == "all_full"
+        refused = one.ask_again("s", 2, m.Cause.FULL, over={"refused_by": (1, 0)})
+        assert isinstance(refused, m.Refuse)
+        assert (refused.code, refused.over) == ("all_full", 2)
         one.ended("s", m.Outcome.INSTANCE_REFUSED)
         one.assert_at_rest()
 
@@ -118,9 +114,8 @@ async def test_a_former_failure_to_connect_is_not_reported_again_with_a_refusal(
     """The instance has come back meanwhile: its breaker would open at once, without cause."""
     async with scene(["null"] * 3, exclusions=ExclusionKnobs(full_s=0.0)) as one:
         first = one.assign("r")
-        reason = m.RetryReason.INSTANCE_FULL
-        excluded = ((first.decode + 1) % 3,)
-        one.ask("r", attempt=3, reached=1, retry_reason=reason, refused_by=(first.decode,), excluded=excluded)
+        avoid = ((first.decode + 1) % 3,)
+        one.ask_again("r", 1, m.Cause.FULL, over={"refused_by": (first.decode,), "avoid": avoid})
         assert [worker.breaker.state for worker in one.plane.table] == [BreakerState.CLOSED] * 3
         one.ended("r")
         one.assert_at_rest()
@@ -149,7 +144,7 @@ async def test_a_pair_is_left_where_one_of_it_is_full() -> None:
         assert isinstance(second, m.Assign)
         assert {first.prefill, second.prefill} == {0, 1}
         assert second.bootstrap_room != first.bootstrap_room
-        third = refuse(one, "r", second.decode, attempt=3, refused_by=(first.prefill,))
+        third = refuse(one, "r", second.decode, attempt=2, refused_by=(first.prefill,))
         assert isinstance(third, m.Assign)
         assert (third.prefill, third.decode) == (second.prefill, 5 - second.decode)
         one.ended("r")
@@ -309,10 +304,11 @@ def test_who_is_left_out(
     exclusions = Exclusions(table, ExclusionKnobs(full_s=1.0))
     for number in full:
         exclusions.note_full(table.by_number[number], 10.0)
-    left_out = exclusions.find(refused_by, 10.9)
+    over = m.Over(1, m.Cause.FULL, 10.9, refused_by=refused_by) if refused_by else None
+    left_out = exclusions.find(10.9, over=over)
     assert {view.index: reason for view, reason in left_out.items()} == expected, name
     if not refused_by:
-        assert not exclusions.find((), 11.0)
+        assert not exclusions.find(11.0)
         assert not table.restricted
 
 
@@ -320,8 +316,8 @@ def test_a_full_instance_on_a_slow_device_is_avoided_for_as_long_in_device_time(
     table = table_of(U, U, time_scale=4.0)
     exclusions = Exclusions(table, ExclusionKnobs(full_s=1.0))
     exclusions.note_full(table.by_number[0], 10.0)
-    assert set(exclusions.find((), 13.9).values()) == {FULL}
-    assert not exclusions.find((), 14.0)
+    assert set(exclusions.find(13.9).values()) == {FULL}
+    assert not exclusions.find(14.0)
 
 
 def test_an_open_breaker_is_left_out_whatever_else() -> None:
@@ -330,13 +326,13 @@ def test_an_open_breaker_is_left_out_whatever_else() -> None:
     exclusions = Exclusions(table, ExclusionKnobs())
     worker.breaker.on_failure(0.0, refused=True)
     table.restricted.add(worker)
-    assert exclusions.find((), 0.1) == {worker.view: BREAKER}
+    assert exclusions.find(0.1) == {worker.view: BREAKER}
     worker.breaker.tick(9.0)
-    assert exclusions.find((), 9.0) == {}
+    assert exclusions.find(9.0) == {}
     worker.breaker.start_trial("r")
-    assert exclusions.find((), 9.0) == {worker.view: BREAKER}
+    assert exclusions.find(9.0) == {worker.view: BREAKER}
     worker.breaker.on_success(9.1, "r")
-    assert exclusions.find((), 9.1) == {}
+    assert exclusions.find(9.1) == {}
     assert not table.restricted
 
 
