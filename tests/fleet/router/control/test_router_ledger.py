@@ -13,18 +13,28 @@ from pla_sglang.common.errors import IllegalMoveError
 from pla_sglang.fleet.router.control.control_plane import ControlPlane
 from pla_sglang.fleet.router.control.knobs import ControlKnobs
 from pla_sglang.fleet.router.control.requests.ledger import PLACE_BITS, ROOM_SPACING, Ledger
-from pla_sglang.fleet.router.control.requests.request_record import Hop, LegEntry, LegState, RequestRecord, Stage
+from pla_sglang.fleet.router.control.requests.request_record import (
+    DRAIN,
+    Attempt,
+    AttemptState,
+    LegEntry,
+    LegState,
+    MoveKind,
+    RequestRecord,
+)
 from pla_sglang.fleet.router.control.workers.abort_order import AbortOrder
-from pla_sglang.fleet.router.wire.messages import Leg, Outcome
+from pla_sglang.fleet.router.wire.messages import Cause, Leg, Outcome, Over
 
 PAIR = [(Leg.PREFILL, 1), (Leg.DECODE, 2)]
-LEGAL_STAGES = {
-    (Stage.WAITING, Stage.PREFILL),
-    (Stage.WAITING, Stage.ENDED),
-    (Stage.PREFILL, Stage.STREAMING),
-    (Stage.PREFILL, Stage.WAITING),
-    (Stage.PREFILL, Stage.ENDED),
-    (Stage.STREAMING, Stage.ENDED),
+LEGAL_ATTEMPTS = {
+    (AttemptState.WAITING, AttemptState.PREFILL),
+    (AttemptState.WAITING, AttemptState.OVER),
+    (AttemptState.WAITING, AttemptState.ENDED),
+    (AttemptState.PREFILL, AttemptState.STREAMING),
+    (AttemptState.PREFILL, AttemptState.OVER),
+    (AttemptState.PREFILL, AttemptState.ENDED),
+    (AttemptState.STREAMING, AttemptState.OVER),
+    (AttemptState.STREAMING, AttemptState.ENDED),
 }
 LEGAL_LEGS = {
     (LegState.OPEN, LegState.LEAVING),
@@ -53,16 +63,32 @@ def sent(workers: list[tuple[Leg, int]] = PAIR) -> tuple[Ledger, RequestRecord]:
     return book, record
 
 
-@pytest.mark.parametrize("source", Stage)
-@pytest.mark.parametrize("target", Stage)
-def test_every_move_of_a_stage(source: Stage, target: Stage) -> None:
-    hop = Hop(stage=source)
-    if (source, target) in LEGAL_STAGES:
-        hop.move(target)
-        assert hop.stage is target
+def go_on(book: Ledger, record: RequestRecord, now_s: float, *, executed: bool = True) -> list[AbortOrder]:
+    """The present attempt is over and another one waits, as its relay asks."""
+    attempt = record.present
+    cause = Cause.LOST if executed else Cause.NOT_SENT
+    attempt.over = Over(attempt.number, cause, now_s, shown=attempt.state is AttemptState.STREAMING)
+    orders = book.leave(record, now_s, executed=executed)
+    record.begin_attempt(attempt.over, now_s)
+    return orders
+
+
+def try_at(book: Ledger, record: RequestRecord, worker: int, now_s: float) -> None:
+    """A candidate, which has not been sent."""
+    record.candidate = record.next_attempt(DRAIN, how=MoveKind.PULL)
+    book.open_candidate(record, worker, now_s)
+
+
+@pytest.mark.parametrize("source", AttemptState)
+@pytest.mark.parametrize("target", AttemptState)
+def test_every_move_of_an_attempt(source: AttemptState, target: AttemptState) -> None:
+    attempt = Attempt(state=source)
+    if (source, target) in LEGAL_ATTEMPTS:
+        attempt.move(target)
+        assert attempt.state is target
     else:
         with pytest.raises(IllegalMoveError, match="is not allowed"):
-            hop.move(target)
+            attempt.move(target)
 
 
 @pytest.mark.parametrize("source", LegState)
@@ -80,11 +106,11 @@ def test_every_move_of_a_leg(source: LegState, target: LegState) -> None:
 def test_a_request_that_goes_well_leaves_nothing() -> None:
     book, record = sent()
     assert len(book.rooms) == 1
-    book.finish_leg(record, Leg.PREFILL, 1.0)
+    book.finish_leg(record, record.present, Leg.PREFILL, 1.0)
     assert len(book.rooms) == 1  # decode may still be reading it
-    assert book.first_token(record)
-    assert not book.first_token(record)
-    book.finish_leg(record, Leg.DECODE, 2.0)
+    assert book.first_token(record, record.present)
+    assert not book.first_token(record, record.present)
+    book.finish_leg(record, record.present, Leg.DECODE, 2.0)
     assert book.end(record, Outcome.OK, 2.0) == []
     assert (book.records, book.rooms, book.live) == ({}, {}, 0)
     assert book.audit(2.0).balanced
@@ -92,7 +118,7 @@ def test_a_request_that_goes_well_leaves_nothing() -> None:
 
 def test_a_failed_prefill_aborts_its_decode_at_once() -> None:
     book, record = sent()
-    book.finish_leg(record, Leg.PREFILL, 1.0)
+    book.finish_leg(record, record.present, Leg.PREFILL, 1.0)
     assert book.end(record, Outcome.PREFILL_FAILED, 1.0) == [AbortOrder("r", Leg.DECODE, 2, 1, ("r",))]
     assert book.end(record, Outcome.CLIENT_GONE, 1.1) == []  # the first end counts
     assert book.late_events == 1
@@ -101,7 +127,7 @@ def test_a_failed_prefill_aborts_its_decode_at_once() -> None:
     assert len(book.rooms) == 1
     assert book.audit(9.0).orphans == ["r decode at 2 for 8.0 s"]
     assert not book.audit(9.0).balanced
-    book.finish_leg(record, Leg.DECODE, 9.0)
+    book.finish_leg(record, record.present, Leg.DECODE, 9.0)
     assert (book.records, book.rooms) == ({}, {})
     assert book.audit(9.0).balanced
 
@@ -112,7 +138,7 @@ def test_only_the_first_end_counts() -> None:
     assert book.find_open("r") is record
     book.end(record, Outcome.CLIENT_GONE, 1.0)
     book.end(record, Outcome.TIMED_OUT, 2.0)
-    assert (record.outcome, book.ended.total(), book.late_events) == (Outcome.CLIENT_GONE, 1, 1)
+    assert (book.ended, book.late_events) == ({Outcome.CLIENT_GONE: 1}, 1)
     assert book.find_open("r") is None
     assert book.unknown_events == 1  # nothing was left, so it is not known any more
     book.confirm_abort(AbortOrder("r", Leg.WHOLE, 1, 1, ("r",)), 3.0)
@@ -120,38 +146,126 @@ def test_only_the_first_end_counts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "unsent", "token", "allowed"),
+    ("name", "done", "executed", "told"),
     [
-        ("may be executing", [], False, False),
-        ("prefill not reached, decode reached", [Leg.PREFILL], False, True),
-        ("decode not reached, prefill reached", [Leg.DECODE], False, False),
-        ("nothing reached", [Leg.PREFILL, Leg.DECODE], False, True),
-        ("nothing reached, but its client has seen a token", [Leg.PREFILL, Leg.DECODE], True, False),
+        ("may be executing at both", [], True, [1, 2]),
+        ("its prefill is over", [Leg.PREFILL], True, [2]),
+        ("nothing was sent, or both have said that they hold nothing", [], False, []),
+        ("all of it is over", [Leg.PREFILL, Leg.DECODE], True, []),
     ],
 )
-def test_who_may_be_sent_again(name: str, unsent: list[Leg], token: bool, allowed: bool) -> None:
+def test_what_an_attempt_that_is_over_leaves_is_aborted(
+    name: str, done: list[Leg], executed: bool, told: list[int]
+) -> None:
     book, record = sent()
-    if token:
-        book.first_token(record)
-    for leg in unsent:
-        book.roll_back(record, leg, 1.0)
-    assert book.can_retry(record) is allowed, name
-    if not allowed:
-        with pytest.raises(IllegalMoveError, match="may have been executed"):
-            book.retry(record, 1.0)
-        return
-    orders = book.retry(record, 1.0)
-    left = {2} if Leg.DECODE not in unsent else set()
-    assert {order.worker for order in orders} == left
+    former = record.present
+    for leg in done:
+        book.finish_leg(record, former, leg, 1.0)
+    orders = go_on(book, record, 1.0, executed=executed)
+    assert [(order.worker, order.attempt, order.rids) for order in orders] == [(one, 1, ("r",)) for one in told], name
+    assert (former.state, record.present.number) == (AttemptState.OVER, 2)
     book.assign(record, [(Leg.PREFILL, 3), (Leg.DECODE, 4)], 1.0)
-    assert record.hop.attempts == 2
-    assert len(book.rooms) == 1 + len(left)  # the old room is held as long as somebody may use it
+    assert len(book.rooms) == 1 + bool(told)  # the old room is held as long as somebody may use it
     assert book.audit(1.0).balanced
+    for order in orders:
+        book.confirm_abort(order, 2.0)
+    assert list(book.rooms) == [record.present.room]
+    assert [leg.executed for leg in former.legs] == [executed, executed]
+
+
+def test_each_leg_of_each_attempt_is_closed_once() -> None:
+    """Also where the same instance comes twice, under two ids."""
+    book, record = sent()
+    book.first_token(record, record.present)
+    orders = go_on(book, record, 1.0)
+    book.assign(record, [(Leg.WHOLE, 2)], 1.0)
+    assert [(order.worker, order.attempt, order.rids) for order in orders] == [(1, 1, ("r",)), (2, 1, ("r",))]
+    assert len(book.rooms) == 1
+    book.first_token(record, record.present)
+    second = go_on(book, record, 1.0)
+    book.assign(record, [(Leg.WHOLE, 1)], 1.0)
+    assert [(order.worker, order.attempt, order.rids) for order in second] == [(2, 2, ("pla-2~r",))]
+    for order in orders:
+        book.confirm_abort(order, 2.0)
+    assert not book.rooms
+    closed, aborting, open_ = LegState.CLOSED, LegState.ABORTING, LegState.OPEN
+    assert [leg.state for leg in record.all_legs()] == [closed, closed, aborting, open_]
+    [last] = book.end(record, Outcome.CLIENT_GONE, 3.0)
+    assert (last.worker, last.attempt, last.rids) == (1, 3, ("pla-3~r",))
+    assert book.records
+    book.confirm_abort(second[0], 4.0)
+    book.confirm_abort(last, 4.0)
+    assert book.audit(4.0).balanced
+    assert not book.records
+
+
+def test_a_dead_instance_hits_only_the_attempt_that_the_client_sees() -> None:
+    book, record = sent([(Leg.WHOLE, 1)])
+    go_on(book, record, 1.0)
+    book.assign(record, [(Leg.WHOLE, 2)], 1.0)
+    assert book.worker_dead(1, 2.0) == []
+    assert book.worker_dead(2, 2.0) == [record]
+    assert book.audit(2.0).legs_open == book.audit(2.0).legs_aborting == 0
+    with pytest.raises(IllegalMoveError):
+        book.assign(record, [(Leg.WHOLE, 3)], 2.0)
+
+
+@pytest.mark.parametrize("sent_there", [False, True])
+@pytest.mark.parametrize("over", [False, True])
+def test_a_candidate_that_comes_to_nothing_changes_nothing(sent_there: bool, over: bool) -> None:
+    book, record = sent([(Leg.WHOLE, 1)])
+    present = record.present
+    book.first_token(record, present)
+    try_at(book, record, 2, 1.0)
+    if sent_there:
+        book.send_candidate(record)
+    orders = book.drop_candidate(record, 2.0, over=over)
+    assert [(order.worker, order.attempt) for order in orders] == ([(2, 2)] if sent_there and not over else [])
+    assert (record.present, record.candidate) == (present, None)
+    assert (present.state, record.attempts[1].state) == (AttemptState.STREAMING, AttemptState.OVER)
+    for order in orders:
+        book.confirm_abort(order, 3.0)
+    assert not book.rooms
+    assert book.audit(3.0).balanced
+
+
+def test_a_candidate_that_is_joined_is_what_the_client_sees() -> None:
+    """What it has left stays in the book until its instance says that it is over, also behind the end."""
+    book, record = sent([(Leg.WHOLE, 1)])
+    book.first_token(record, record.present)
+    try_at(book, record, 2, 1.0)
+    book.send_candidate(record)
+    left = book.join_candidate(record, 2.0)
+    assert [one.state for one in record.attempts] == [AttemptState.OVER, AttemptState.STREAMING]
+    assert (record.present.number, record.candidate) == (2, None)
+    assert [(leg.worker, leg.state) for leg in record.open_legs()] == [(1, LegState.LEAVING), (2, LegState.OPEN)]
+    assert book.end(record, Outcome.OK, 3.0, free=(2,)) == []
+    assert book.records
+    assert book.audit(3.0).balanced
+    book.finish_leg(record, left, Leg.WHOLE, 4.0)
+    assert (book.records, book.rooms) == ({}, {})
+
+
+@pytest.mark.parametrize(
+    ("attempts", "problem"),
+    [
+        ([Attempt(1), Attempt(2)], "r has 2 attempts that are not over"),
+        ([Attempt(1, state=AttemptState.OVER)], "r has 0 attempts that are not over"),
+        ([Attempt(1, state=AttemptState.OVER), Attempt(1)], "r has attempts [1, 1]"),
+        ([Attempt(2, state=AttemptState.OVER), Attempt(1)], "r has attempts [2, 1]"),
+    ],
+)
+def test_attempts_that_cannot_be_are_found(attempts: list[Attempt], problem: str) -> None:
+    book = ledger()
+    record = opened(book, "r")
+    assert book.audit(1.0).problems == []
+    record.attempts, record.present = attempts, attempts[-1]
+    assert problem in book.audit(1.0).problems
 
 
 def test_nothing_is_sent_twice() -> None:
     book, record = sent()
-    with pytest.raises(IllegalMoveError, match="would be sent twice"):
+    with pytest.raises(IllegalMoveError, match="prefill -> prefill is not allowed"):
         book.assign(record, PAIR, 1.0)
     with pytest.raises(IllegalMoveError, match="opened twice"):
         book.open(make_record("r"))
@@ -188,17 +302,20 @@ def test_a_dead_instance_closes_its_legs() -> None:
     book.assign(opened(book, "other"), [(Leg.WHOLE, 3)], 0.0)
     assert book.worker_dead(1, 1.0) == [record]
     assert book.end(record, Outcome.INSTANCE_DEAD, 1.0) == [AbortOrder("r", Leg.DECODE, 2, 1, ("r",))]
-    assert [leg.worker for leg in record.hop.open_legs()] == [2]
+    assert [leg.worker for leg in record.open_legs()] == [2]
     assert book.worker_dead(2, 1.0) == []  # it has ended already
     assert list(book.records) == ["other"]
     assert book.audit(1.0).balanced
 
 
-EVENTS = ["first", "prefill_done", "decode_done", "unsent_prefill", "unsent_decode", "retry", "dead1", "dead2", "dead3"]
+EVENTS = [
+    *("assign", "first", "prefill_done", "decode_done", "whole_done", "dead1", "dead2", "dead3"),
+    *("next", "next_unsent", "candidate", "send", "join", "drop", "drop_over", "committed"),
+]
 RIDS = ["a", "b", "c"]
 
 
-@given(st.lists(st.tuples(st.sampled_from(RIDS), st.sampled_from([*EVENTS, "assign", *Outcome])), max_size=60))
+@given(st.lists(st.tuples(st.sampled_from(RIDS), st.sampled_from([*EVENTS, *Outcome])), max_size=60))
 def test_any_order_of_events_balances(events: list[tuple[str, object]]) -> None:
     """After each event the book balances; after all ends and confirmations it is empty, each request ended once."""
     book = ledger()
@@ -213,35 +330,47 @@ def test_any_order_of_events_balances(events: list[tuple[str, object]]) -> None:
         assert audit.opened == sum(audit.live.values()) + sum(audit.ended.values())
     for rid in RIDS:
         book.end(records[rid], Outcome.TIMED_OUT, 100.0)
-        for leg in Leg:
-            book.finish_leg(records[rid], leg, 101.0)
+        for attempt, leg in itertools.product(records[rid].attempts, Leg):
+            book.finish_leg(records[rid], attempt, leg, 101.0)
     assert (book.records, book.rooms, book.live) == ({}, {}, 0)
-    assert [record.outcome for record in records.values()] == [first_ends.get(rid, Outcome.TIMED_OUT) for rid in RIDS]
-    assert sum(book.ended.values()) == len(RIDS)
+    for record in records.values():
+        states = [attempt.state for attempt in record.attempts]
+        assert states.count(AttemptState.ENDED) == 1
+        assert states.count(AttemptState.OVER) == len(states) - 1
+    ends = [first_ends.get(rid, Outcome.TIMED_OUT) for rid in RIDS]
+    assert book.ended == {outcome: ends.count(outcome) for outcome in ends}
 
 
 def happen(book: Ledger, record: RequestRecord, event: object, now_s: float) -> None:
     """One event, as a dispatcher would let it happen."""
+    attempt, candidate = record.present, record.candidate
     match event:
-        case "assign":
-            if record.stage is Stage.WAITING:
-                workers = [(Leg.WHOLE, 3)] if now_s % 3 == 0 else PAIR
-                book.assign(record, workers, now_s)
+        case "assign" if attempt.state is AttemptState.WAITING:
+            book.assign(record, [(Leg.WHOLE, 3)] if now_s % 3 == 0 else PAIR, now_s)
         case "first":
-            book.first_token(record)
-        case "prefill_done":
-            book.finish_leg(record, Leg.PREFILL, now_s)
-        case "decode_done":
-            book.finish_leg(record, Leg.DECODE, now_s)
-        case "unsent_prefill" | "unsent_decode":
-            book.roll_back(record, Leg.PREFILL if event == "unsent_prefill" else Leg.DECODE, now_s)
-        case "retry":
-            if book.can_retry(record):
-                book.retry(record, now_s)
+            book.first_token(record, attempt)
+        case "prefill_done" | "decode_done" | "whole_done":
+            book.finish_leg(record, attempt, Leg[event.removesuffix("_done").upper()], now_s)
         case "dead1" | "dead2" | "dead3":
             book.worker_dead(int(event[-1]), now_s)
+        case "next" | "next_unsent" if attempt.state in (AttemptState.PREFILL, AttemptState.STREAMING):
+            if candidate is not None:
+                book.drop_candidate(record, now_s, over=False)
+            go_on(book, record, now_s, executed=event == "next" or attempt.state is AttemptState.STREAMING)
+        case "committed":
+            for former in record.attempts:
+                for leg in [leg for leg in former.legs if leg.state is LegState.LEAVING]:
+                    book.finish_leg(record, former, leg.leg, now_s)
+        case "candidate" if attempt.state is AttemptState.STREAMING and candidate is None:
+            try_at(book, record, 1 + int(now_s) % 3, now_s)
+        case "send" if candidate is not None:
+            book.send_candidate(record)
+        case "join" if candidate is not None and candidate.legs[0].executed:
+            book.join_candidate(record, now_s)
+        case "drop" | "drop_over" if candidate is not None:
+            book.drop_candidate(record, now_s, over=event == "drop_over")
         case Outcome():
-            held = [leg for leg in record.hop.open_legs() if leg.state is LegState.OPEN]
-            ended = record.stage is Stage.ENDED
+            held = [leg for leg in record.open_legs() if leg.state is LegState.OPEN and leg.executed]
+            ended = record.state is AttemptState.ENDED
             orders = book.end(record, event, now_s)
             assert len(orders) == (0 if ended else len(held))
