@@ -17,12 +17,7 @@ from pla_sglang.policy.registry import Setup, build
 from pla_sglang.policy.runner import Effects
 
 BUSY = {"queued_tokens": 9}
-FAILED: dict[str, Any] = {
-    "attempt": 2,
-    "reached": 1,
-    "retry_reason": m.RetryReason.TRANSFER_FAILED,
-    "detail": "KVTransferError",
-}
+FAILED = {"detail": "KVTransferError"}
 TWO_PAIRS = ["prefill", "prefill", "decode", "decode"]
 
 
@@ -32,24 +27,38 @@ async def test_a_failed_transfer_is_tried_between_two_others(policy: str, milest
     async with scene(TWO_PAIRS, policy=policy) as one:
         first = one.assign("r")
         one.reach("r", *milestones)
-        second = one.assign("r", **FAILED)
+        second = fail_transfer(one, 1)
         assert {first.prefill, second.prefill, first.decode, second.decode} == {0, 1, 2, 3}
         assert (second.attempt, second.reason) == (2, FleetReason.OTHER_PAIR.value)
         assert second.bootstrap_room != first.bootstrap_room
         assert list(one.plane.dispatcher.ledger.rooms) == [second.bootstrap_room]
-        one.reach("r", m.Milestone.SENT, m.Milestone.PREFILL_DONE, m.Milestone.FIRST_TOKEN)
+        one.reach("r", m.Milestone.SENT, m.Milestone.PREFILL_DONE, m.Milestone.FIRST_TOKEN, attempt=2)
         one.ended("r")
         one.assert_at_rest()
         check_story(one, first, second)
 
 
+def fail_transfer(one: Scene, attempt: int, **fields: Any) -> m.Assign:
+    """The KV of this attempt has not got to its decode instance; the next one."""
+    answer = one.ask_again("r", attempt, m.Cause.TRANSFER_FAILED, over=FAILED, **fields)
+    assert isinstance(answer, m.Assign)
+    return answer
+
+
 def check_story(one: Scene, first: m.Assign, second: m.Assign) -> None:
     names = {worker.number: worker.view.name for worker in one.plane.table}
     told = one.admin("GET", "/pla/explain/r")[1]
-    former = {"why": "transfer_failed", "detail": "KVTransferError"}
-    assert told["former"] == [former | {"prefill": names[first.prefill or 0], "decode": names[first.decode]}]
-    assert (told["prefill"], told["decode"]) == (names[second.prefill or 0], names[second.decode])
-    assert (told["attempts"], told["end"]) == (2, "finished")
+    pairs = [(names[assign.prefill or 0], names[assign.decode]) for assign in (first, second)]
+    assert [(row["prefill"], row["decode"]) for row in told["attempts"]] == pairs
+    assert [(row["attempt"], row["cause"], row["how"], row["state"]) for row in told["attempts"]] == [
+        (1, "dispatch", None, "over"),
+        (2, "transfer_failed", None, "ended"),
+    ]
+    assert [(row["over"], row["detail"]) for row in told["attempts"]] == [
+        ("transfer_failed", "KVTransferError"),
+        (None, ""),
+    ]
+    assert (told["prefill"], told["decode"], told["end"]) == (*pairs[1], "finished")
     assert sum(told["stages"].values()) == pytest.approx(told["ttft_s"], rel=1e-9)
     metrics = one.admin("GET", "/metrics")[1]
     assert 'pla_router_retries_total{reason="transfer_failed"} 1.0' in metrics
@@ -59,13 +68,12 @@ def check_story(one: Scene, first: m.Assign, second: m.Assign) -> None:
 async def test_the_only_pair_is_tried_again() -> None:
     async with scene(["prefill", "decode"]) as one:
         for attempt in (1, 2, 3):
-            fields = FAILED | {"attempt": attempt} if attempt > 1 else {}
-            assign = one.assign("r", **fields)
+            assign = fail_transfer(one, attempt - 1) if attempt > 1 else one.assign("r")
             assert (assign.attempt, assign.prefill, assign.decode) == (attempt, 0, 1)
-            one.reach("r", m.Milestone.SENT)
+            one.reach("r", m.Milestone.SENT, attempt=attempt)
         one.ended("r", m.Outcome.PREFILL_FAILED, aborted=(0, 1))
         one.assert_at_rest()
-        assert len(one.admin("GET", "/pla/explain/r")[1]["former"]) == 2
+        assert [row["state"] for row in one.admin("GET", "/pla/explain/r")[1]["attempts"]] == ["over", "over", "ended"]
 
 
 @pytest.mark.parametrize(
@@ -76,21 +84,23 @@ async def test_aborts_of_a_later_attempt_name_it(rids: tuple[str, ...], names: s
     async with scene(["prefill", "decode"]) as one:
         one.ask("r", prompts=2, rids=rids)
         one.reach("r", m.Milestone.SENT)
-        one.ask("r", prompts=2, rids=rids, **FAILED)
+        fail_transfer(one, 1, prompts=2, rids=rids)
         one.plane.detach_relay(0)
         await one.until(lambda: all(set(fake.aborted) == names for fake in one.instances))
         await one.at_rest()
 
 
-async def test_a_request_whose_token_was_seen_is_not_sent_again() -> None:
+@pytest.mark.parametrize("tokens", [0, 1])
+async def test_a_request_whose_token_was_seen_is_not_sent_again(tokens: int) -> None:
     """A relay does not ask for that; if one did, its client would get the beginning twice."""
     async with scene(["prefill", "decode"]) as one:
         one.ask("r")
         one.reach("r", m.Milestone.SENT, m.Milestone.PREFILL_DONE, m.Milestone.FIRST_TOKEN)
-        answer = one.be_refused("r", **FAILED)
-        assert answer.status == 409
+        answer = one.ask_again("r", 1, m.Cause.TRANSFER_FAILED, tokens=tokens, over=FAILED)
+        assert isinstance(answer, m.Refuse)
+        assert (answer.status, answer.over) == (409, 1)
         one.ended("r", m.Outcome.REFUSED)
-        one.assert_at_rest()
+        await one.at_rest()
 
 
 SETUP = Setup(steps=LinearSteps(), kv_capacity_tokens=1000, ttft_slo_s=1.0, tpot_slo_s=0.1)
