@@ -20,20 +20,19 @@ from pla_sglang.fleet.router.wire import messages as m
 THREE = ["stateless", "stateless", "stateless"]
 ON: dict[str, Any] = {"policy": "least-tokens", "migration": "on", "hops": True}
 SENT = (m.Milestone.SENT, m.Milestone.FIRST_TOKEN)
-DEAD, BROKEN, ABORTED = m.LossReason.DEAD, m.LossReason.BROKEN, m.LossReason.ABORTED
+LOST, BROKEN, ABORTED = m.Cause.LOST, m.Cause.BROKEN, m.Cause.ABORTED
 PATIENT = dataclasses.replace(QUICK, misses=1000, refused=1000, silence_s=0.5)
 
 
-def lose(one: Scene, worker: int, why: m.LossReason, *, tokens: int = 0, rid: str = "r", at_s: float = 0.0) -> Any:
+def lose(one: Scene, worker: int, cause: m.Cause, *, tokens: int = 0, rid: str = "r") -> Any:
     """The answer, if there is one at once."""
-    told = len(one.relay.told)
-    at_s = at_s or time.monotonic()
-    one.plane.on_message(m.Lost(rid, 1, tokens, why, at_s, tokens > 0, (worker,)))
-    return next((said for said in one.relay.told[told:] if isinstance(said, m.Continue | m.NoNextHop)), None)
+    return one.ask_again(rid, 1, cause, tokens=tokens, over={"lost_with": (worker,)})
 
 
 def answers(one: Scene) -> list[Any]:
-    return [said for said in one.relay.told if isinstance(said, m.Continue | m.NoNextHop)]
+    """Those to questions about attempts that are over."""
+    said = [said for said in one.relay.told if isinstance(said, m.Assign | m.Refuse)]
+    return [one for one in said if isinstance(one, m.Refuse) or one.attempt > 1]
 
 
 def start(one: Scene, rid: str = "r", *milestones: m.Milestone) -> Worker:
@@ -51,13 +50,12 @@ async def settle(one: Scene, rid: str = "r") -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "silent_s", "sent_ago_s", "tokens", "why", "goes_on"),
+    ("name", "silent_s", "sent_ago_s", "tokens", "cause", "goes_on"),
     [
-        ("all of it was killed at once, nothing was shown", 0.1, 0.2, 0, DEAD, True),
-        ("its scheduler died first, with the request there", 5.5, 6.0, 0, DEAD, False),
-        ("... or just about to come", 5.5, 5.0, 0, DEAD, False),
-        ("... which came when it was silent already", 5.5, 2.0, 0, DEAD, True),
-        ("... and the request had shown tokens, so had survived its passes", 5.5, 6.0, 3, DEAD, True),
+        ("all of it was killed at once, nothing was shown", 0.1, 0.2, 0, LOST, True),
+        ("its scheduler died first, with the request there", 5.5, 6.0, 0, LOST, False),
+        ("... or just about to come", 5.5, 5.0, 0, LOST, False),
+        ("... which came when it was silent already", 5.5, 2.0, 0, LOST, True),
         ("its connection broke behind the head, and its scheduler had died", 5.5, 6.0, 0, BROKEN, False),
         ("a stream that has begun goes on at once however it broke", 0.1, 0.2, 3, BROKEN, True),
         ("it was given up before anything was shown: the instance lives", 0.1, 0.2, 0, ABORTED, True),
@@ -65,23 +63,97 @@ async def settle(one: Scene, rid: str = "r") -> None:
     ],
 )
 async def test_who_may_be_what_an_instance_has_died_of_is_not_sent_to_another(
-    name: str, silent_s: float, sent_ago_s: float, tokens: int, why: m.LossReason, goes_on: bool
+    name: str, silent_s: float, sent_ago_s: float, tokens: int, cause: m.Cause, goes_on: bool
 ) -> None:
     async with scene(THREE, **ON, health=PATIENT) as one:
         worker = start(one, "r", *SENT[: 2 if tokens else 1])
         now_s = time.monotonic()
         worker.heard_s = now_s - silent_s
-        one.plane.dispatcher.ledger.records["r"].hop.assigned_s = now_s - sent_ago_s
-        answer = lose(one, worker.number, why, tokens=tokens)
+        one.plane.dispatcher.ledger.records["r"].present.assigned_s = now_s - sent_ago_s
+        answer = lose(one, worker.number, cause, tokens=tokens)
         if goes_on:
-            assert isinstance(answer, m.Continue), name
-            assert answer.target != worker.number
-            assert answer.reason == ("aborted" if why is ABORTED else "survive")
+            assert isinstance(answer, m.Assign), name
+            assert answer.decode != worker.number
+            assert one.admin("GET", "/pla/explain/r")[1]["attempts"][1]["cause"] == cause.label
         else:
-            assert isinstance(answer, m.NoNextHop), name
+            assert isinstance(answer, m.Refuse), name
+            assert (answer.status, answer.code, answer.over) == (502, "to_blame", 1)
             assert "no other one gets it" in answer.message
             assert 'move_failures_total{reason="to_blame"} 1.0' in one.admin("GET", "/metrics")[1]
         await settle(one)
+
+
+async def test_with_retry_suspects_one_that_may_be_to_blame_goes_to_a_second_instance() -> None:
+    async with scene(THREE, **ON, health=PATIENT, retry_suspects=True) as one:
+        worker = start(one, "r", m.Milestone.SENT)
+        die_first(one, worker, "r")
+        answer = lose(one, worker.number, LOST)
+        assert isinstance(answer, m.Assign)
+        assert answer.decode != worker.number
+        await settle(one)
+
+
+@pytest.mark.parametrize("retry", [False, True])
+@pytest.mark.parametrize(
+    ("name", "silent_s", "beside", "code"),
+    [
+        ("its scheduler died first, and it ran nothing else", 5.5, "", "ran_alone"),
+        ("all of it was killed at once", 0.1, "", None),
+        ("... beside one that runs", 5.5, "runs", None),
+        ("... beside one that has just left it, as it was silent", 5.5, "has left", None),
+        ("... beside one that had left it long before", 5.5, "had left", "ran_alone"),
+        ("... and one that has ended", 5.5, "has ended", "ran_alone"),
+        ("... and one at another instance", 5.5, "elsewhere", "ran_alone"),
+    ],
+)
+async def test_a_stream_that_ran_alone_where_the_scheduler_died_by_itself(
+    name: str, silent_s: float, beside: str, code: str | None, retry: bool
+) -> None:
+    """It has shown tokens, and nothing else can be to blame."""
+    async with scene(THREE, **ON, health=PATIENT, retry_suspects=retry) as one:
+        worker = start(one, "r", *SENT)
+        if beside:
+            await start_beside(one, worker, beside)
+        die_first(one, worker, *(["r", "s"] if beside else ["r"]), silent_s=silent_s)
+        if beside == "has left":  # a moment ago
+            lose(one, worker.number, LOST, rid="s", tokens=3)
+        elif beside == "had left":
+            one.plane.dispatcher.ledger.records["s"].attempts[0].ended_s = time.monotonic() - silent_s - 1.0
+        answer = lose(one, worker.number, LOST, tokens=3)
+        if code is None or retry:
+            assert isinstance(answer, m.Assign), name
+            assert answer.decode != worker.number
+        else:
+            assert isinstance(answer, m.Refuse), name
+            assert (answer.status, answer.code, answer.over) == (502, code, 1)
+            assert "ran nothing else" in answer.message
+            assert f'move_failures_total{{reason="{code}"}} 1.0' in one.admin("GET", "/metrics")[1]
+        one.ended("s")
+        await settle(one)
+
+
+async def start_beside(one: Scene, worker: Worker, what: str) -> None:
+    """Another stream, "s", at ``worker`` but where ``what`` says otherwise."""
+    there = one.plane.table.by_number[(worker.number + 1) % 3] if what == "elsewhere" else worker
+    others = [other for other in one.plane.table if other is not there]
+    for other in others:
+        one.admin("POST", f"/workers/{other.number}/drain")
+    assert start(one, "s", *SENT) is there
+    for other in others:
+        one.admin("POST", f"/workers/{other.number}/undrain")
+    if what == "has ended":
+        one.ended("s")
+    elif what == "had left":
+        lose(one, worker.number, ABORTED, rid="s", tokens=3)
+
+
+def die_first(one: Scene, worker: Worker, *rids: str, silent_s: float = 5.5) -> None:
+    """Its scheduler has said nothing for so long; ``rids`` were there before."""
+    now_s = time.monotonic()
+    worker.heard_s = now_s - silent_s
+    for rid in rids:
+        if (record := one.plane.dispatcher.ledger.records.get(rid)) is not None:
+            record.attempts[0].assigned_s = now_s - silent_s - 0.5
 
 
 # -- answers that break off ------------------------------------------------------------------------------------------
@@ -102,14 +174,23 @@ async def test_an_answer_that_broke_off_before_anything_was_shown_waits_for_a_ch
         await one.until(lambda: answers(one))
         [answer] = answers(one)
         if found == "well":
-            assert isinstance(answer, m.NoNextHop)
+            assert isinstance(answer, m.Refuse)
             assert "is well" in answer.message
             assert 'move_failures_total{reason="is_well"} 1.0' in one.admin("GET", "/metrics")[1]
         else:
-            assert isinstance(answer, m.Continue)
-            assert answer.target != worker.number
+            assert isinstance(answer, m.Assign)
+            assert answer.decode != worker.number
         if found == "gone":
             await instance.start()
+        await settle(one)
+
+
+async def test_with_retry_suspects_an_answer_that_broke_off_waits_for_nothing() -> None:
+    async with scene(THREE, **ON, retry_suspects=True) as one:
+        worker = start(one, "r", m.Milestone.SENT)
+        answer = lose(one, worker.number, BROKEN)
+        assert isinstance(answer, m.Assign)
+        assert answer.decode != worker.number
         await settle(one)
 
 
@@ -128,7 +209,7 @@ async def test_nobody_who_checks_it_is_no_reason_to_wait_for_ever() -> None:
         worker = start(one, "r", m.Milestone.SENT)
         assert lose(one, worker.number, BROKEN) is None  # the report of it is lost, so nobody asks for a check
         await one.until(lambda: answers(one))
-        assert isinstance(answers(one)[0], m.Continue)
+        assert isinstance(answers(one)[0], m.Assign)
         await settle(one)
 
 
@@ -170,12 +251,12 @@ async def test_an_instance_that_drains_is_the_last_resort(tokens: int) -> None:
         worker = start(one, "r", *SENT[: 2 if tokens else 1])
         other = one.plane.table.by_number[1 - worker.number]
         assert one.admin("POST", f"/workers/{other.number}/drain")[0] == 202
-        answer = lose(one, worker.number, DEAD, tokens=tokens)
-        assert isinstance(answer, m.Continue)
-        assert answer.target == other.number
-        story = one.admin("GET", "/pla/explain/r")[1]["hops"][1]
-        assert (story["decode"], story["why"]) == (other.view.name, "survive")
-        one.plane.on_message(m.Joined("r", 2, time.monotonic(), 0.1))
+        answer = lose(one, worker.number, LOST, tokens=tokens)
+        assert isinstance(answer, m.Assign)
+        assert answer.decode == other.number
+        story = one.admin("GET", "/pla/explain/r")[1]["attempts"][1]
+        assert (story["decode"], story["cause"]) == (other.view.name, "lost")
+        one.reach("r", m.Milestone.FIRST_TOKEN, attempt=2, gap_s=0.1)
         assert one.admin("POST", f"/workers/{other.number}/undrain")[0] == 202
         one.ended("r")
         await one.at_rest()
@@ -186,7 +267,7 @@ async def test_one_that_is_ready_is_preferred_to_one_that_drains() -> None:
         worker = start(one, "r", *SENT)
         drained, ready = (number for number in range(3) if number != worker.number)
         one.admin("POST", f"/workers/{drained}/drain")
-        assert lose(one, worker.number, DEAD, tokens=3).target == ready
+        assert lose(one, worker.number, LOST, tokens=3).decode == ready
         await settle(one)
 
 
@@ -195,14 +276,14 @@ async def test_a_stream_waits_for_the_successor_that_the_table_does_not_know_yet
     async with scene(["stateless"], **ON) as one:
         worker = start(one, "r", *SENT)
         await one.instances[0].stop()
-        assert lose(one, worker.number, DEAD, tokens=3) is None
+        assert lose(one, worker.number, LOST, tokens=3) is None
         await asyncio.sleep(0.2)
         await one.instances[0].start()
         await one.until(lambda: answers(one))
         [answer] = answers(one)
-        assert isinstance(answer, m.Continue)
-        assert answer.target != worker.number
-        one.plane.on_message(m.Joined("r", 2, time.monotonic(), 0.1))
+        assert isinstance(answer, m.Assign)
+        assert answer.decode != worker.number
+        one.reach("r", m.Milestone.FIRST_TOKEN, attempt=2, gap_s=0.1)
         one.ended("r")
         await one.at_rest()
 
@@ -212,12 +293,12 @@ async def test_a_stream_goes_back_to_its_only_instance_if_that_is_well() -> None
     async with scene(["stateless"], **ON) as one:
         start(one, "r", *SENT)
         start(one, "s", m.Milestone.SENT)
-        assert lose(one, 0, DEAD, tokens=3) is None
-        assert lose(one, 0, DEAD, rid="s") is None
+        assert lose(one, 0, LOST, tokens=3) is None
+        assert lose(one, 0, LOST, rid="s") is None
         await one.until(lambda: len(answers(one)) == 2)
         by_rid = {said.rid: said for said in answers(one)}
-        assert isinstance(by_rid["r"], m.Continue)
-        assert isinstance(by_rid["s"], m.NoNextHop)
+        assert isinstance(by_rid["r"], m.Assign)
+        assert isinstance(by_rid["s"], m.Refuse)
         one.ended("s", m.Outcome.UPSTREAM_LOST)
         await settle(one)
 
@@ -230,8 +311,8 @@ async def test_the_address_of_a_drained_instance_that_dies_is_given_up_and_the_l
         worker = start(one, "r", *SENT)
         one.admin("POST", f"/workers/{worker.number}/drain")
         await one.instances[worker.number].stop()
-        answer = lose(one, worker.number, DEAD, tokens=3)
-        assert isinstance(answer, m.Continue)
+        answer = lose(one, worker.number, LOST, tokens=3)
+        assert isinstance(answer, m.Assign)
         await one.until(lambda: worker.state is WorkerState.DEAD)
         [line] = [line for line in caplog.messages if "lost: nobody listens" in line]
         assert "given up" in line
