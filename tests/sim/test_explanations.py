@@ -12,7 +12,7 @@ from pla_sglang.common.legend.explanations import (
     WORKER_PREFIX,
     explain_reason,
 )
-from pla_sglang.fleet.router.control.requests.request_record import MoveReason
+from pla_sglang.fleet.router.control.requests.request_record import DISPATCH, DRAIN
 from pla_sglang.fleet.router.control.workers.table import WorkerReason
 from pla_sglang.policy.interface import prefill
 from pla_sglang.policy.interface.reasons import FleetReason

@@ -137,8 +137,9 @@ class History:
                 self.seen.append((message.rid, message.code))
             if not isinstance(message, m.Assign):
                 continue
-            hop = self.plane.dispatcher.ledger.records[message.rid].hop
-            times = (hop.predicted_ttft_s, hop.own_prefill_s, hop.token_interval_s)
+            placement = self.plane.dispatcher.ledger.records[message.rid].present.placement
+            assert placement is not None
+            times = (placement.predicted_ttft_s, placement.own_prefill_s, placement.token_interval_s)
             device_s = [None if wall_s is None else wall_s / self.scale for wall_s in times]
             self.seen.append((message.rid, message.prefill, message.decode, message.reason, *device_s))
             at_wall_s = (self.now_s + self.rng.uniform(0, 0.04)) * self.scale
@@ -171,7 +172,7 @@ def test_operators_see_wall_time() -> None:
     slow = History("pla", SLOW, seed=3)
     slow.live()
     plane, record = slow.plane, next(iter(slow.plane.dispatcher.explained._records.values()))
-    assert (record.rid, record.ttft_slo_s, record.view.ttft_slo_s) == ("early", 0.4 * SLOW, 0.4)
+    assert (record.rid, record.ttft.slo_s, record.view.ttft_slo_s) == ("early", 0.4 * SLOW, 0.4)
     told = plane.dispatcher.explained.explain("early")
     assert told is not None
     assert told["slo_ttft_s"] == 0.4 * SLOW

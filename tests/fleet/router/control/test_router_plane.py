@@ -181,7 +181,8 @@ async def test_a_failed_connection_is_tried_elsewhere() -> None:
         first = one.assign("r")
         await one.instances[first.decode].stop()
         one.plane.on_message(m.Failure(first.decode, m.FailureKind.CONNECT))
-        second = one.assign("r", attempt=2, excluded=(first.decode,))
+        second = one.ask_again("r", 1, m.Cause.NOT_SENT, over={"avoid": (first.decode,)})
+        assert isinstance(second, m.Assign)
         assert second.decode != first.decode
         assert second.attempt == 2
         await one.until(lambda: one.plane.table.by_number[first.decode].state is WorkerState.DEAD)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from support.router_scene import QUICK, Scene, scene
 
-from pla_sglang.fleet.router.control import failover
+from pla_sglang.fleet.router.control import suspects
 from pla_sglang.fleet.router.control.workers.breaker import BreakerKnobs
 from pla_sglang.fleet.router.control.workers.discovery import Address, Description
 from pla_sglang.fleet.router.control.workers.silence import longest_pass_s, silent_for_s
@@ -73,13 +73,16 @@ def silenced(one: Scene) -> set[str]:
     return {said.rid for said in one.relay.told if isinstance(said, m.Abort) and said.silent}
 
 
-async def test_streams_of_an_instance_that_says_nothing_are_told_to_leave_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its port is open all the time. What has not begun stays, but for what came when it was silent already. It is
-    ready again when it speaks."""
-    monkeypatch.setattr(failover, "DIED_FIRST_S", 0.2)
-    monkeypatch.setattr(failover, "SETTLE_S", 0.5)  # a busy machine must not make the first ones late,
+@pytest.mark.parametrize("retry", [False, True])
+async def test_streams_of_an_instance_that_says_nothing_are_told_to_leave_it(
+    retry: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its port is open all the time. What has not begun stays, but for what came when it was silent already, and where
+    suspects are retried. It is ready again when it speaks."""
+    monkeypatch.setattr(suspects, "DIED_FIRST_S", 0.2)
+    monkeypatch.setattr(suspects, "SETTLE_S", 0.5)  # a busy machine must not make the first ones late,
     health = dataclasses.replace(PATIENT, silence_s=3.0)  # nor the instance silent early
-    async with scene(["stateless", "stateless"], **ON, health=health) as one:
+    async with scene(["stateless", "stateless"], **ON, health=health, retry_suspects=retry) as one:
         numbers = {
             rid: start(one, rid, *SENT[:count]).number for rid, count in (("a", 2), ("b", 2), ("c", 1), ("d", 1))
         }
@@ -91,7 +94,7 @@ async def test_streams_of_an_instance_that_says_nothing_are_told_to_leave_it(mon
         await one.until(lambda: silenced(one))
         assert (worker.state, worker.reason) == (WorkerState.SUSPECT, WorkerReason.HEALTH)
         assert "has said nothing for" in worker.detail
-        assert silenced(one) == {rid for rid in ("a", "b") if numbers[rid] == 0} | set(late)
+        assert silenced(one) == {rid for rid in ("abcd" if retry else "ab") if numbers[rid] == 0} | set(late)
         assert {said.worker for said in one.relay.told if isinstance(said, m.Abort)} == {0}
         frozen.set()
         one.instances[0].info_gate = None

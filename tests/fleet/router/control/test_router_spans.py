@@ -9,10 +9,10 @@ from support.records import make_record
 
 from pla_sglang.fleet.router.control.observability.explain import STAGES, stages
 from pla_sglang.fleet.router.control.observability.spans import attributes, failed, parts
-from pla_sglang.fleet.router.control.requests.request_record import FormerAttempt
-from pla_sglang.fleet.router.wire.messages import Endpoint, Outcome
+from pla_sglang.fleet.router.control.requests.request_record import OVER
+from pla_sglang.fleet.router.wire.messages import Cause, Endpoint, Outcome, Over
 
-PAIR = {"instances": ("a:1", "b:1")}
+PAIR = {"instances": ("a", "b")}
 TOKEN = {"assigned_s": 2.0, "sent_s": 2.5, "first_token_s": 6.0, "own_prefill_s": 1.0}
 
 CASES: dict[str, tuple[dict[str, Any], list[tuple[str, float, float]]]] = {
@@ -20,7 +20,7 @@ CASES: dict[str, tuple[dict[str, Any], list[tuple[str, float, float]]]] = {
     "never sent": ({"assigned_s": 2.0}, [("queue", 1, 2), ("route", 2, 9)]),
     "sent, no token": ({"assigned_s": 2.0, "sent_s": 2.5}, [("queue", 1, 2), ("route", 2, 2.5)]),
     "a unified instance": (
-        TOKEN | {"instances": ("a:1", "a:1")},
+        TOKEN | {"instances": ("a", "a")},
         [("queue", 1, 2), ("route", 2, 2.5), ("prefill_wait", 2.5, 5), ("prefill", 5, 6)],
     ),
     "a pair": (
@@ -54,21 +54,21 @@ def test_whose_fault(outcome: Outcome, status: int) -> None:
 
 
 def test_attributes_name_no_tenant_and_no_words_of_instances() -> None:
-    former = [FormerAttempt("a:1", "b:1", "transfer_failed", "what an instance said")]
     record = make_record(
         "r",
         1.0,
         tokens=70,
         endpoint=Endpoint.COMPLETIONS,
         tenant="key-0123",
-        former=former,
         outcome=Outcome.TIMED_OUT,
         detail="and said again",
         **PAIR,  # type: ignore[arg-type]
     )
     record.view.output_tokens = 5
+    record.present.state, record.present.over = OVER, Over(1, Cause.TRANSFER_FAILED, 2.0, detail="an instance said")
+    record.begin_attempt(record.present.over, 2.0)
     told = attributes(record, "pla")
-    assert told["pla.retries"] == ("transfer_failed",)
+    assert (told["pla.attempts"], told["pla.causes"]) == (2, ("transfer_failed",))
     assert told["error.type"] == "timeout"
     assert "http.response.status_code" not in told  # there was no answer
     assert (told["http.route"], told["gen_ai.request.max_tokens"]) == ("/v1/completions", 5)
