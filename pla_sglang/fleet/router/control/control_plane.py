@@ -29,8 +29,10 @@ from pla_sglang.fleet.router.control.policy_setup import LivePolicy
 from pla_sglang.fleet.router.control.relay_ports import RelayPorts
 from pla_sglang.fleet.router.control.request_dispatcher import RequestDispatcher
 from pla_sglang.fleet.router.control.request_events import RequestEvents
+from pla_sglang.fleet.router.control.requests.booking import Booking
+from pla_sglang.fleet.router.control.requests.ledger import Ledger
 from pla_sglang.fleet.router.control.requests.moves import MoveOrders
-from pla_sglang.fleet.router.control.requests.prompts import load_tokenizer
+from pla_sglang.fleet.router.control.requests.prompts import Prompts, load_tokenizer
 from pla_sglang.fleet.router.control.requests.running_requests import RunningRequests
 from pla_sglang.fleet.router.control.silence import SilenceWatch
 from pla_sglang.fleet.router.control.watch import FleetWatch, describe_fleet, note_move
@@ -49,6 +51,7 @@ from pla_sglang.fleet.router.control.workers.worker_file import WorkerFile
 from pla_sglang.fleet.router.control.workers.worker_log import NO_WORKERS, WorkerLog
 from pla_sglang.fleet.router.wire import messages as m
 from pla_sglang.fleet.router.wire.protocols import RelayPort
+from pla_sglang.load.prefix_index import PrefixIndex
 from pla_sglang.policy.common.device_clock import DeviceClock
 from pla_sglang.policy_packages import find_policy
 from pla_sglang.profiles.load import load_profile
@@ -99,13 +102,17 @@ class ControlPlane:
         self._monitor = self._make_monitor(health)
         self._peering = Peering(self.table, self.series.peer_lists.inc, router_key=router_key)
         self._batching = BatchingOrders(self.table)
-        self.policy = self._make_policy(device_clock)
+        prompts = Prompts(knobs.prompts, PrefixIndex())
+        booking = Booking(Ledger(), prompts, device_clock)
+        self.migration = self._make_migration(booking, device_clock)
+        self.policy = self._make_policy(booking, device_clock)
         self._peering.wanted_rows = self.policy.wanted_rows
         self.dispatcher = RequestDispatcher(
             knobs,
             health,
             self.series,
             self.policy,
+            booking,
             send_message=self._relays.send_message,
             order_abort=self._monitor.abort,
         )
@@ -113,7 +120,6 @@ class ControlPlane:
             self.dispatcher, send_message=self._relays.send_message, order_abort=self._monitor.abort
         )
         self._silence = SilenceWatch(self.dispatcher, send_message=self._relays.send_message)
-        self.migration = self._make_migration()
         self._late = LatePlacement(self.dispatcher, self.migration)
         self._drains = Drains(self.dispatcher, self.migration, clock=clock)
         self._routes = AdminRoutes(self, clock)
@@ -130,25 +136,31 @@ class ControlPlane:
             on_aborted=self._on_aborted,
         )
 
-    def _make_migration(self) -> Migration:
-        """It carries out what the policy orders, where the operator wants it."""
-        migration = Migration(
-            self.dispatcher,
+    def _make_migration(self, booking: Booking, device_clock: DeviceClock) -> Migration:
+        return Migration(
+            booking,
+            self.table,
+            self.series,
+            device_clock,
             send_message=self._relays.send_message,
             order_abort=self._monitor.abort,
             is_connected=self._peering.is_connected,
             never_connects=self._peering.never_connects,
+            on_over=self._on_move_over,
             clock=self._clock,
         )
-        orders = self.policy.orders
-        orders.find_record = self.dispatcher.ledger.records.get
-        if self.knobs.migrates:
-            orders.mover, migration.on_failed = migration, orders.note_failed
-        return migration
 
-    def _make_policy(self, clock: DeviceClock) -> LivePolicy:
+    def _make_policy(self, booking: Booking, clock: DeviceClock) -> LivePolicy:
+        """Its moves are carried out where the operator wants it."""
         knobs, now = self.knobs.moves, self._clock
-        orders = MoveOrders(knobs.rest_s, clock=now, device_clock=clock, find_worker=self.table.of)
+        orders = MoveOrders(
+            knobs.rest_s,
+            clock=now,
+            device_clock=clock,
+            find_worker=self.table.of,
+            find_record=booking.ledger.records.get,
+            mover=self.migration if self.knobs.migrates else None,
+        )
         return LivePolicy(
             self.knobs,
             self.table.fleet,
@@ -348,6 +360,11 @@ class ControlPlane:
         self._late.on_fleet_change()
         if worker.state is WorkerState.DEAD:
             self._events.on_worker_dead(worker, now_s)
+        self._drains.empty_drained()
+        self.dispatcher.dispatch_pending(now_s)
+
+    def _on_move_over(self, now_s: float) -> None:
+        """The next request may leave an instance that drains, and there may be room where one has left."""
         self._drains.empty_drained()
         self.dispatcher.dispatch_pending(now_s)
 

@@ -28,7 +28,6 @@ class Drains:
         self._dispatcher, self._migration, self._clock = dispatcher, migration, clock
         self._client: InstanceClient | None = None
         self._tasks = Tasks()
-        migration.on_over = self.empty_drained
 
     def start(self, client: InstanceClient) -> None:
         self._client = client

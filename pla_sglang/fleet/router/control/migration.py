@@ -18,7 +18,8 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from pla_sglang.fleet.router.control.request_dispatcher import RequestDispatcher
+from pla_sglang.fleet.router.control.observability.series import RouterSeries
+from pla_sglang.fleet.router.control.requests.booking import Booking
 from pla_sglang.fleet.router.control.requests.ledger import order_aborts
 from pla_sglang.fleet.router.control.requests.relay_messages import candidate_message
 from pla_sglang.fleet.router.control.requests.request_record import (
@@ -33,9 +34,10 @@ from pla_sglang.fleet.router.control.workers.abort_order import AbortOrder
 from pla_sglang.fleet.router.control.workers.errors import NoResponseError, UnreachableError, WorkerError
 from pla_sglang.fleet.router.control.workers.exclusions import find_unfit
 from pla_sglang.fleet.router.control.workers.instance_client import InstanceClient
-from pla_sglang.fleet.router.control.workers.table import Worker, WorkerState
+from pla_sglang.fleet.router.control.workers.table import Worker, WorkerState, WorkerTable
 from pla_sglang.fleet.router.control.workers.tasks import Tasks
 from pla_sglang.fleet.router.wire import messages as m
+from pla_sglang.policy.common.device_clock import DeviceClock
 from pla_sglang.policy.interface.fast_enum import FastEnum
 from pla_sglang.policy.interface.fleet import InstanceView
 
@@ -88,32 +90,35 @@ class Migration:
         send_message: to a relay by its number.
         order_abort: at an instance.
         is_connected, never_connects: whether KV cache can go from the first instance to the second now, or never can.
+        on_over: called with the time when a move is over, whatever has come of it.
 
     Attributes:
-        on_failed: called with the request's id when a move that was under way has come to nothing.
-        on_over: called when one is over, whatever has come of it.
+        failed: moves that were under way and have come to nothing.
     """
 
     def __init__(
         self,
-        dispatcher: RequestDispatcher,
+        booking: Booking,
+        table: WorkerTable,
+        series: RouterSeries,
+        device_clock: DeviceClock,
         *,
         send_message: Callable[[int, m.FromControl], None],
         order_abort: Callable[[AbortOrder], None],
         is_connected: Callable[[InstanceView, InstanceView], bool],
         never_connects: Callable[[InstanceView, InstanceView], bool],
+        on_over: Callable[[float], None],
         clock: Callable[[], float],
     ) -> None:
-        self.on_failed: Callable[[str], None] = lambda rid: None
-        self.on_over: Callable[[], None] = lambda: None
-        self._dispatcher = dispatcher
-        self._ledger, self._booking = dispatcher.ledger, dispatcher.booking
-        self._send_message, self._order_abort = send_message, order_abort
-        self._is_connected, self._never_connects, self._clock = is_connected, never_connects, clock
+        self._booking, self._ledger, self._table, self._series = booking, booking.ledger, table, series
+        self._device_clock, self._clock = device_clock, clock
+        self._send_message, self._order_abort, self._on_over = send_message, order_abort, on_over
+        self._is_connected, self._never_connects = is_connected, never_connects
         self._client: InstanceClient | None = None
         self._tasks = Tasks()
         self._moves: dict[str, RunningMove] = {}
         self._failed: dict[str, Failed] = {}  # by request
+        self.failed = 0
 
     def start(self, client: InstanceClient) -> None:
         self._client = client
@@ -151,7 +156,7 @@ class Migration:
             if self._is_current(move) and move.state is PULLING and move.target.state in _NOT_THERE:
                 # Its relay may not notice, as a machine that vanished closes nothing. Tokens of the source win.
                 self._tasks.spawn(self._resume(move))
-        rest_s = self._dispatcher.policy.clock.wall_s(COOL_DOWN_S)
+        rest_s = self._device_clock.wall_s(COOL_DOWN_S)
         self._failed = {rid: failed for rid, failed in self._failed.items() if now_s - failed.at_s < 2 * rest_s}
 
     def find_obstacle(self, record: RequestRecord, target: Worker) -> str | None:
@@ -161,13 +166,13 @@ class Migration:
             return "its stream cannot go on elsewhere"
         if record.candidate is not None:
             return "it is on its way already"
-        if self._is_cooling_down(record, source):
+        if self.is_cooling_down(record):
             return "it is in its cool-down, as its last move failed"
         if self._client is None or source.state is WorkerState.DEAD:
             return "its instance cannot be asked"
         if target is source or not target.is_ready() or target.description is None or not target.description.hops:
             return "the target cannot take it"
-        if target.view in find_unfit(record.ask, self._dispatcher.table):
+        if target.view in find_unfit(record.ask, self._table):
             return "the target cannot serve it"
         return "no KV cache can go to the target" if self.find_way(source, target) is None else None
 
@@ -177,13 +182,14 @@ class Migration:
             return _PULL
         return _REDO if self._never_connects(source.view, target.view) else None
 
-    def _is_cooling_down(self, record: RequestRecord, source: Worker) -> bool:
-        failed = self._failed.get(record.rid)
-        if failed is None:
+    def is_cooling_down(self, record: RequestRecord) -> bool:
+        """True if its last move has come to nothing a short while ago."""
+        failed, source = self._failed.get(record.rid), record.present.decode
+        if failed is None or source is None:
             return False
         drains = source.state is WorkerState.DRAINING
         rest_s = min(COOL_DOWN_S, DRAIN_COOL_DOWN_S * 2 ** (failed.times - 1)) if drains else COOL_DOWN_S
-        return self._clock() - failed.at_s < self._dispatcher.policy.clock.wall_s(rest_s)
+        return self._clock() - failed.at_s < self._device_clock.wall_s(rest_s)
 
     # -- what comes of it --------------------------------------------------------------------------------------------
 
@@ -217,7 +223,7 @@ class Migration:
 
     def _join(self, move: RunningMove, progress: m.Progress, now_s: float) -> None:
         del self._moves[progress.rid]
-        record, attempt, dispatcher = move.record, move.attempt, self._dispatcher
+        record, attempt = move.record, move.attempt
         self._booking.end_at(record, record.present, now_s)
         left = self._ledger.join_candidate(record, now_s)
         left.ended_s = now_s
@@ -226,11 +232,10 @@ class Migration:
         move.target.load.start_request(record.key, now_s)
         self._booking.note_prompt(record, move.target, now_s)
         assert attempt.how is not None
-        dispatcher.series.migrations.inc(attempt.how.label, attempt.cause)
-        dispatcher.series.migration_gap_s.observe(progress.gap_s or 0.0)
+        self._series.migrations.inc(attempt.how.label, attempt.cause)
+        self._series.migration_gap_s.observe(progress.gap_s or 0.0)
         self._tasks.spawn(self._commit(move, left))
-        dispatcher.dispatch_pending(now_s)
-        self.on_over()
+        self._on_over(now_s)
 
     def on_dropped(self, dropped: m.Dropped, now_s: float) -> None:
         """Nothing comes of a candidate; the present attempt goes on."""
@@ -258,18 +263,18 @@ class Migration:
     def _fail(self, move: RunningMove, why: str, *, resume: bool, over: bool = False) -> None:
         """The request goes on where it is, and rests. ``over``: the target holds nothing of it."""
         del self._moves[move.record.rid]
-        record, dispatcher, now_s = move.record, self._dispatcher, self._clock()
+        record, now_s = move.record, self._clock()
         self._booking.end_candidate(record, move.attempt, now_s)
         for order in self._ledger.drop_candidate(record, now_s, over=over):
             self._order_abort(order)
         move.attempt.ended_s = now_s
+        self.failed += 1
         former = self._failed.get(record.rid)
         self._failed[record.rid] = Failed(now_s, 1 if former is None else former.times + 1)
-        dispatcher.series.migration_failures.inc(why)
+        self._series.migration_failures.inc(why)
         if resume:
             self._tasks.spawn(self._resume(move))
-        self.on_failed(record.rid)
-        self.on_over()
+        self._on_over(now_s)
 
     async def _resume(self, move: RunningMove) -> None:
         await self._order(move.source, {"do": "resume", "room": move.room})

@@ -24,14 +24,13 @@ from pla_sglang.fleet.router.control.observability.explain import ExplainStore, 
 from pla_sglang.fleet.router.control.observability.series import RouterSeries
 from pla_sglang.fleet.router.control.policy_setup import LivePolicy
 from pla_sglang.fleet.router.control.requests.booking import Booking
-from pla_sglang.fleet.router.control.requests.ledger import Ledger, is_named
+from pla_sglang.fleet.router.control.requests.ledger import is_named
 from pla_sglang.fleet.router.control.requests.pair_limits import (
     RETRY_NO_INSTANCE_S,
     choose_whole,
     judge_pair,
     needs_whole,
 )
-from pla_sglang.fleet.router.control.requests.prompts import Prompts
 from pla_sglang.fleet.router.control.requests.relay_messages import assign_message, refuse_message
 from pla_sglang.fleet.router.control.requests.request_record import (
     ENDED,
@@ -48,7 +47,6 @@ from pla_sglang.fleet.router.control.workers.exclusions import Exclusion, Exclus
 from pla_sglang.fleet.router.control.workers.health import Health
 from pla_sglang.fleet.router.control.workers.table import Worker, WorkerReason, WorkerState
 from pla_sglang.fleet.router.wire import messages as m
-from pla_sglang.load.prefix_index import PrefixIndex
 from pla_sglang.policy.admission import Admission, AdmissionReason, Verdict, is_saturated
 from pla_sglang.policy.fair_queue import FairQueue
 from pla_sglang.policy.interface.fleet import InstanceView, RequestView
@@ -94,6 +92,7 @@ class RequestDispatcher:
         health: Health,
         series: RouterSeries,
         policy: LivePolicy,
+        booking: Booking,
         *,
         send_message: Callable[[int, m.FromControl], None],
         order_abort: Callable[[AbortOrder], None],
@@ -103,12 +102,10 @@ class RequestDispatcher:
         self.health = health
         self.series = series
         self.policy = policy
-        self.ledger = Ledger()
+        self.booking, self.ledger, self.prompts = booking, booking.ledger, booking.prompts
         self.admission = Admission(knobs.admission)
         self.queue: FairQueue[RequestRecord] = FairQueue()
-        self.index = PrefixIndex()
-        self.prompts = Prompts(knobs.prompts, self.index)
-        self.booking = Booking(self.ledger, self.prompts, policy.clock)
+        self.index = booking.prompts.index
         self.explained = ExplainStore(knobs.stories)
         self.tracing: OtlpTracing | None = None  # None: no spans
         self.duplicates: Counter[str] = Counter()  # refused for their id; their Completed is not that of the first

@@ -76,11 +76,9 @@ async def test_what_could_not_leave_a_drain_tries_again_soon(
     monkeypatch.setattr(mig, "DRAIN_COOL_DOWN_S", drain_rest_s)
     async with scene(TWO, **ON) as one:
         source = await start(one)
-        failed: list[str] = []
-        one.plane.migration.on_failed = failed.append
         one.instances[source].hop_answers["hold"] = {"status": "refused", "reason": "memory"}
         assert one.admin("POST", f"/workers/{source}/drain")[0] == 202
-        await one.until(lambda: failed)
+        await one.until(lambda: one.plane.migration.failed)
         del one.instances[source].hop_answers["hold"]
         if drain_rest_s:
             assert move(one, 1 - source) == "it is in its cool-down, as its last move failed"
@@ -98,7 +96,13 @@ async def test_what_never_can_leave_is_held_less_and_less_often(monkeypatch: pyt
         source = await start(one)
         failed_s: list[float] = []  # by the clock that says how long a request has rested
         migration = one.plane.migration
-        migration.on_failed = lambda rid: failed_s.append(migration._failed[rid].at_s)
+        fail = migration._fail
+
+        def note_and_fail(move: mig.RunningMove, *args: Any, **kwargs: Any) -> None:
+            fail(move, *args, **kwargs)
+            failed_s.append(migration._failed[move.record.rid].at_s)
+
+        monkeypatch.setattr(migration, "_fail", note_and_fail)
         one.instances[source].hop_answers["hold"] = {"status": "refused", "reason": "memory"}
         assert one.admin("POST", f"/workers/{source}/drain")[0] == 202
         await one.until(lambda: len(failed_s) == 3)
@@ -202,8 +206,6 @@ async def test_a_target_that_dies_before_the_hold_is_not_asked(monkeypatch: pyte
     async with scene(TWO, **ON) as one:
         source = await start(one)
         target = one.plane.table.by_number[1 - source]
-        failed: list[str] = []
-        one.plane.migration.on_failed = failed.append
         order_commands = one.plane._client.order_commands  # type: ignore[union-attr]
 
         async def slowly(worker: Any, commands: Any) -> Any:
@@ -214,7 +216,7 @@ async def test_a_target_that_dies_before_the_hold_is_not_asked(monkeypatch: pyte
 
         monkeypatch.setattr(one.plane._client, "order_commands", slowly)
         assert move(one, target.number) is None
-        await one.until(lambda: failed == ["r"])
+        await one.until(lambda: one.plane.migration.failed == 1)
         await one.until(lambda: done(one, source) == ["hold", "resume"])
         assert find_moves(one) == []
         assert 'pla_router_migration_failures_total{reason="dead"} 1.0' in one.admin("GET", "/metrics")[1]

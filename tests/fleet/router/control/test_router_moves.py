@@ -41,10 +41,15 @@ class FakeMover:
     def __init__(self) -> None:
         self.asked: list[tuple[str, int, str]] = []
         self.why_not: str | None = None
+        self.resting: set[str] = set()
+        self.failed = 0
 
     def move_request(self, rid: str, target: Worker, reason: str) -> str | None:
         self.asked.append((rid, target.number, reason))
         return self.why_not
+
+    def is_cooling_down(self, record: RequestRecord) -> bool:
+        return record.rid in self.resting
 
 
 class Place:
@@ -60,8 +65,14 @@ class Place:
         self.records: dict[str, RequestRecord] = {}
         clock = DeviceClock(scale)
         made = MoveKnobs(**knobs)
-        self.orders = MoveOrders(made.rest_s, clock=lambda: self.now_s, device_clock=clock, find_worker=self.table.of)
-        self.orders.find_record = self.records.get
+        self.orders = MoveOrders(
+            made.rest_s,
+            clock=lambda: self.now_s,
+            device_clock=clock,
+            find_worker=self.table.of,
+            find_record=self.records.get,
+            mover=None,
+        )
         self.running = RunningRequests(made, self.table, self.orders, clock=lambda: self.now_s, device_clock=clock)
 
     def add(self, rid: str, worker: int, **fields: Any) -> RequestRecord:
@@ -251,10 +262,10 @@ def test_a_request_whose_move_was_refused_or_failed_rests() -> None:
     place.report(0, RequestRow("a", 100, 20), RequestRow("b", 100, 20))
     assert place.order("a") is Refusal.NOT_MOVABLE
     place.now_s += 1.0
-    place.orders.note_failed("b")
+    mover.failed, mover.resting = 1, {"b"}
     assert place.seen() == [("a", 120, False), ("b", 120, False)]
     said = place.orders.to_dict()
-    assert (said["refused"], said["failed"], said["resting"]) == ({"its target is full": 1}, 1, 2)
+    assert (said["refused"], said["failed"], said["resting"]) == ({"its target is full": 1}, 1, 1)
     place.records.clear()
     assert place.orders.count_cooling_down() == 0, "they have ended"
 
@@ -401,7 +412,7 @@ async def test_with_migration_on_moves_go_to_the_routers_own_mover() -> None:
         assert orders.mover is migration
         await one.until(lambda: all(made.told and "rows" in made.told[-1] for made in one.instances))
         assert one.plane.table.fleet.decodes(one.plane.table.workers[0].view).rids == []
-        migration.on_failed("r")
+        migration.failed += 1
         assert one.admin("GET", "/pla/state")[1]["moves"]["failed"] == 1
 
 

@@ -24,7 +24,7 @@ class Booking:
     """``begin`` and ``end`` of attempts, whatever their cause. ``clock``: of the devices, in whose time caches live."""
 
     def __init__(self, ledger: Ledger, prompts: Prompts, clock: DeviceClock) -> None:
-        self._ledger, self._prompts, self._clock = ledger, prompts, clock
+        self.ledger, self.prompts, self._clock = ledger, prompts, clock
 
     def begin(self, record: RequestRecord, prefill: Worker, decode: Worker, now_s: float) -> None:
         """The present attempt is about to be sent to these two, or to one that is both. It may be on trial there, and
@@ -44,7 +44,7 @@ class Booking:
         attempt.prefill, attempt.decode = prefill, decode
         whole = prefill is decode
         legs = [(_WHOLE, prefill.number)] if whole else [(_PREFILL, prefill.number), (_DECODE, decode.number)]
-        self._ledger.assign(record, legs, now_s, room=room)
+        self.ledger.assign(record, legs, now_s, room=room)
         history = view.history_tokens(prefill.view)
         decodes_here = whole and decodes_after(record.ask)
         queued = TrackedRequest(view.input_tokens - history, history, now_s, _QUEUED, decodes_here=decodes_here)
@@ -77,7 +77,7 @@ class Booking:
         else:
             booked = TrackedRequest(tokens, 0, now_s, _COMING, decodes_here=True)
         target.load.add_request((record.rid, attempt.number), booked)
-        self._ledger.send_candidate(record)
+        self.ledger.send_candidate(record)
 
     def end_candidate(self, record: RequestRecord, attempt: Attempt, now_s: float) -> None:
         """Nothing comes of it."""
@@ -88,4 +88,4 @@ class Booking:
         self, record: RequestRecord, worker: Worker, now_s: float, *, answer_tokens: int | None = None
     ) -> None:
         """An instance has its prompt in its cache; see ``Prompts.note_use``."""
-        self._prompts.note_use(record.prompt, worker.view, self._clock.device_s(now_s), answer_tokens)
+        self.prompts.note_use(record.prompt, worker.view, self._clock.device_s(now_s), answer_tokens)

@@ -1,7 +1,7 @@
 """Moves of running requests, as policies order them: who carries them out, and which requests rest.
 
-A request rests after every order, whatever comes of it, and after a move that came to nothing: without that a policy
-would order the same move again at each of its ticks.
+A request rests after every order, whatever comes of it, and after a move that came to nothing (``Mover``): without that
+a policy would order the same move again at each of its ticks.
 """
 
 from __future__ import annotations
@@ -75,6 +75,15 @@ class Mover(Protocol):
         """Moves the request that the router knows as ``rid``. None: under way; otherwise why it cannot be."""
         ...
 
+    def is_cooling_down(self, record: RequestRecord) -> bool:
+        """True if its last move has come to nothing a short while ago."""
+        ...
+
+    @property
+    def failed(self) -> int:
+        """Moves that have come to nothing."""
+        ...
+
 
 class MoveOrders:
     """What policies order, and what came of it.
@@ -82,10 +91,8 @@ class MoveOrders:
     Args:
         clock: wall seconds.
         device_clock: in whose seconds ``rest_s`` is.
-
-    Attributes:
         mover: None: every order is refused.
-        find_record: the open request of this id; set by the owner of the records.
+        find_record: the open request of this id.
     """
 
     def __init__(
@@ -95,11 +102,11 @@ class MoveOrders:
         clock: Callable[[], float],
         device_clock: DeviceClock,
         find_worker: Callable[[InstanceView], Worker],
+        find_record: Callable[[str], RequestRecord | None],
+        mover: Mover | None,
     ) -> None:
-        self.mover: Mover | None = None
-        self.find_record: Callable[[str], RequestRecord | None] = lambda rid: None
+        self.mover, self.find_record = mover, find_record
         self.ordered = 0
-        self.failed = 0
         self.refused: Counter[str] = Counter()  # by why
         self._rest_s = rest_s
         self._clock = clock
@@ -126,15 +133,12 @@ class MoveOrders:
         self.ordered += 1
         return None
 
-    def note_failed(self, rid: str) -> None:
-        """A move that was under way came to nothing; the request goes on where it was."""
-        self.failed += 1
-        self._begin_cool_down(rid)
-
     def is_cooling_down(self, record: RequestRecord) -> bool:
-        """True if a request is to stay where it is: it was ordered to move, or came there, shortly before."""
+        """True if a request is to stay where it is: it was ordered to move, or came there, a short while ago."""
         now_s = self._clock()
         if self._cools_down_until_s.get(record.rid, now_s) > now_s:
+            return True
+        if self.mover is not None and self.mover.is_cooling_down(record):
             return True
         joined_s = None if record.present.how is None else record.present.assigned_s
         return joined_s is not None and now_s - joined_s < self._device_clock.wall_s(self._rest_s)
@@ -149,7 +153,7 @@ class MoveOrders:
         return {
             "can_move": self.mover is not None,
             "ordered": self.ordered,
-            "failed": self.failed,
+            "failed": 0 if self.mover is None else self.mover.failed,
             "refused": dict(self.refused),
             "resting": self.count_cooling_down(),
         }
