@@ -12,7 +12,8 @@ from pla_sglang.common.legend.explanations import (
     WORKER_PREFIX,
     explain_reason,
 )
-from pla_sglang.fleet.router.control.requests.request_record import DISPATCH, DRAIN
+from pla_sglang.fleet.router.attempt_rules import RULES, Who
+from pla_sglang.fleet.router.control.requests.request_record import DRAIN
 from pla_sglang.fleet.router.control.workers.table import WorkerReason
 from pla_sglang.policy.interface import prefill
 from pla_sglang.policy.interface.reasons import FleetReason
@@ -22,7 +23,7 @@ def test_every_reason_has_its_sentence() -> None:
     assert set(FLEET) == {reason.value for reason in FleetReason}
     assert set(ENGINE) == {reason.value for reason in prefill.Reason}
     assert set(WORKER) == {reason.value for reason in WorkerReason}
-    assert set(MOVE) == {reason.value for reason in MoveReason}
+    assert set(MOVE) == {DRAIN, *(cause.label for cause, rule in RULES.items() if rule.shown is not Who.NONE)}
     texts = [*FLEET.values(), *ENGINE.values(), *WORKER.values(), *MOVE.values()]
     for text in texts:
         assert text[0].isupper()

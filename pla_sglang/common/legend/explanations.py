@@ -123,7 +123,8 @@ WORKER: Mapping[str, str] = {
     "removed": "An operator has removed it, and it has finished.",
 }
 MOVE: Mapping[str, str] = {  # of requests; policies have reasons of their own
-    "survive": "The instance where it ran was lost.",
+    "lost": "The instance where it ran was lost.",
+    "broken": "The connection to its instance has ended amid its answer.",
     "aborted": "Its instance has aborted it, and nobody had ordered that.",
     "not_sent": "It could not be sent to its instance.",
     "full": "Its instance had no room.",
