@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from typing import Any
 
 import pytest
 
@@ -63,9 +64,10 @@ def test_a_request_that_was_lost_twice_goes_to_no_third_instance(first: Cause, s
 @pytest.mark.parametrize("most", [1, 2, 7])
 def test_each_limit_is_its_flag(name: str, most: int) -> None:
     limit = f"--{name.replace('_', '-')}"
-    assert find_most(limit, dataclasses.replace(CONFIG, **{name: most})) == most
+    changed: dict[str, Any] = {name: most}
+    config = dataclasses.replace(CONFIG, **changed)
+    assert find_most(limit, config) == most
     [cause] = [cause for cause, rule in RULES.items() if rule.limit == limit]
-    config = dataclasses.replace(CONFIG, **{name: most})
     assert may_follow(cause, {}, config, shown=False, single=True, movable=True) is (most > 1)
 
 

@@ -62,7 +62,7 @@ def test_attributes_name_no_tenant_and_no_words_of_instances() -> None:
         tenant="key-0123",
         outcome=Outcome.TIMED_OUT,
         detail="and said again",
-        **PAIR,  # type: ignore[arg-type]
+        **PAIR,
     )
     record.view.output_tokens = 5
     record.present.state, record.present.over = OVER, Over(1, Cause.TRANSFER_FAILED, 2.0, detail="an instance said")
