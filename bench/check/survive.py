@@ -28,7 +28,7 @@ from typing import Any
 
 from bench.check.faults.bodies import SAMPLED, SCHEMA, TOOL, TOOL_PARSER, make_sampled, make_text
 from bench.check.faults.client import FaultClient, Stream, describe_streams, until
-from bench.check.faults.fleet import Fleet, explain_request, order, read_workers, wait_until_empty
+from bench.check.faults.fleet import Fleet, explain_request, find_hops, order, read_workers, wait_until_empty
 from bench.check.leftovers import sum_series
 from bench.harness import cli, report, servers
 from bench.harness.bench import Result, measuring
@@ -143,9 +143,9 @@ async def empty_one(fleet: Fleet, streams: list[Stream], *, by_signal: bool) -> 
 def describe_wave(fleet: Fleet, streams: Sequence[Stream]) -> Row:
     """Counts, and all hops with their gaps in seconds of this machine."""
     stories = [explain_request(fleet.url, stream.rid) for stream in streams]
-    hops = [hop for story in stories for hop in (story.get("hops") or [])[1:]]
+    hops = [hop for story in stories for hop in find_hops(story)]
     return describe_streams(streams) | {
-        "hops": [{"why": hop["why"], "tokens": hop["tokens"], "gap_s": hop["gap_s"]} for hop in hops]
+        "hops": [{"why": hop["cause"], "tokens": hop["delivered_tokens"], "gap_s": hop["gap_s"]} for hop in hops]
     }
 
 

@@ -22,6 +22,7 @@ import pytest
 from e2e.test_router_control import call
 from support.clusters import family
 
+from bench.check.faults.fleet import find_hops, find_present
 from bench.harness.load_client import Answer, StreamClient
 from pla_sglang.fleet.cluster.supervisor import send_command
 from pla_sglang.sim import chain
@@ -81,7 +82,7 @@ class Scene:
     def number_at(self, row: dict[str, Any]) -> int:
         """Open streams at an instance."""
         name = row["url"].removeprefix("http://")
-        return sum((story["hops"][-1] if story.get("hops") else story)["decode"] == name for story in self.stories())
+        return sum(find_present(story)["decode"] == name for story in self.stories())
 
     async def run(self, act: Callable[[], Any]) -> Any:
         """``act`` in a thread once all streams have begun; returns its result once all have ended."""
@@ -95,14 +96,14 @@ class Scene:
             return await asyncio.to_thread(act)
 
     def check(self) -> list[dict[str, Any]]:
-        """Every token is right, nothing was aborted, nothing is left. Returns the hops beyond the first."""
+        """Every token is right, nothing was aborted, nothing is left. Returns the attempts beyond the first."""
         for rid, answer in self.answers.items():
             answer.settle()
             assert answer.error is None, (rid, answer.error)
             assert list(answer.output_ids) == list(chain.expected(self.prompts[rid], TOKENS + 1).tokens), rid
         status, ledger = call(f"{self.url}/pla/ledger")
         assert (status, ledger["balanced"]) == (200, True)
-        return [hop for story in self.stories() for hop in story.get("hops", [])[1:]]
+        return [attempt for story in self.stories() for attempt in find_hops(story)]
 
 
 def aborts(url: str) -> int:
@@ -129,10 +130,11 @@ def test_decodes_are_placed_when_the_prefill_is_done(cluster: dict[str, Any]) ->
     finally:
         for number in numbers:
             call(f"{scene.url}/workers/{number}/role", {"role": "mixed"})
-    assert [(hop["how"], hop["why"]) for hop in scene.check()] == [("pull", "baseline.least_tokens")] * STREAMS
+    moved = [(attempt["how"], attempt["cause"]) for attempt in scene.check()]
+    assert moved == [("pull", "baseline.least_tokens")] * STREAMS
     for story in scene.stories():
         assert (story["placement"], story["placed_on"]) == ("baseline.least_tokens", names[1])
-        assert [hop["decode"] for hop in story["hops"]] == names
+        assert [attempt["decode"] for attempt in story["attempts"]] == names
     assert placements(scene.url) - placed == {"baseline.least_tokens": STREAMS}
     assert aborts(scene.url) == aborted
 
@@ -156,7 +158,7 @@ def test_a_drain_moves_all_streams_at_once(cluster: dict[str, Any]) -> None:
     before, left = asyncio.run(scene.run(drain))
     assert before > 0
     assert left > 0, "it was empty before the streams had ended"
-    assert {(hop["how"], hop["why"]) for hop in scene.check()} == {("pull", "drain")}
+    assert {(attempt["how"], attempt["cause"]) for attempt in scene.check()} == {("pull", "drain")}
     assert aborts(scene.url) == aborted
 
 
@@ -167,8 +169,8 @@ def test_an_instance_that_is_restarted_hands_its_streams_over(cluster: dict[str,
     [former, _] = scene.workers()
     name = next(row["name"] for row in cluster["instances"] if row["url"] == former["url"])
     assert asyncio.run(scene.run(lambda: send_command(scene.state, f"restart {name}"))) == "ok"
-    hops = scene.check()
-    assert {(hop["how"], hop["why"]) for hop in hops} == {("pull", "drain")}
+    attempts = scene.check()
+    assert {(attempt["how"], attempt["cause"]) for attempt in attempts} == {("pull", "drain")}
     assert aborts(scene.url) == aborted
     asyncio.run(until(scene.is_paired, "the restarted one is back"))
     assert scene.workers()[0]["number"] != former["number"]
@@ -202,9 +204,9 @@ def test_streams_leave_an_instance_whose_scheduler_stands_still(cluster: dict[st
     left = asyncio.run(scene.run(freeze))
     assert left > 0
     asyncio.run(until(lambda: call(f"{scene.url}/pla/ledger")[1]["legs_aborting"] == 0, "aborts are confirmed"))
-    hops = scene.check()
-    assert {(hop["how"], hop["why"]) for hop in hops} == {("redo", "survive")}
-    assert len(hops) == left
+    attempts = scene.check()
+    assert {(attempt["how"], attempt["cause"]) for attempt in attempts} == {("redo", "lost")}
+    assert len(attempts) == left
     asyncio.run(until(scene.is_paired, "it is ready again"))
     assert scene.workers()[0]["number"] == row["number"], "it is the same process"
 
@@ -219,7 +221,7 @@ def test_streams_outlive_a_relay_that_stands_still(cluster: dict[str, Any]) -> N
         relay.resume()
 
     asyncio.run(scene.run(freeze))
-    assert {hop["how"] for hop in scene.check()} <= {"pull"}, "at most their decodes were placed meanwhile"
+    assert {attempt["how"] for attempt in scene.check()} <= {"pull"}, "at most their decodes were placed meanwhile"
     assert "relay_lost" not in call(f"{scene.url}/pla/ledger")[1]["ended"]
     assert "relay 0 stands still" in Path(cluster["log"]).read_text(encoding="utf-8", errors="replace")
 
@@ -233,4 +235,6 @@ def test_streams_survive_the_death_of_their_instance(cluster: dict[str, Any]) ->
         os.killpg(next(one["pid"] for one in instances if one["url"] == row["url"]), signal.SIGKILL)
 
     asyncio.run(scene.run(kill))
-    assert {(hop["how"], hop["why"]) for hop in scene.check()} == {("redo", "survive")}
+    attempts = scene.check()
+    assert {attempt["how"] for attempt in attempts} == {"redo"}
+    assert {attempt["cause"] for attempt in attempts} <= {"broken", "lost"}

@@ -79,6 +79,6 @@ async def _probe(http: aiohttp.ClientSession, fleet: Fleet, rid: str, rng: rando
     freed_s = time.monotonic()
     await request
     story = await asyncio.to_thread(explain_request, fleet.url, rid)
-    if not held or story["end"] != "prefill_aborted" or story["attempts"] > 1:
+    if not held or story["end"] != "prefill_aborted" or len(story["attempts"]) > 1:
         return None
     return Freed(max(0.0, freed_s - story["ended_s"]), freed_s - ordered_s)

@@ -50,6 +50,17 @@ def explain_request(url: str, rid: str) -> Row:
     return {}
 
 
+def find_present(story: Row) -> Row:
+    """The attempt that its client sees, or has seen last."""
+    return dict(next(attempt for attempt in story["attempts"] if attempt["state"] != "over"))
+
+
+def find_hops(story: Row) -> list[Row]:
+    """The attempts that went on with it at another instance, without those of moves that came to nothing."""
+    later = [attempt for attempt in story.get("attempts", ()) if attempt["how"] is not None]
+    return [one for one in later if one["state"] != "over" or one["over"] is not None or one["gap_s"] is not None]
+
+
 async def wait_until_empty(url: str, number: int, start_s: float) -> float:
     """Until a router has nothing at a worker; seconds since ``start_s``. Raises TimeoutError."""
     while time.monotonic() < start_s + EMPTY_S:
@@ -138,8 +149,7 @@ class Fleet:
 
     def find_instance(self, rid: str) -> Row:
         """Where a request is, or was last."""
-        story = explain_request(self.url, rid)
-        return self.instance(f"http://{(story.get('hops') or [story])[-1]['decode']}")
+        return self.instance(f"http://{find_present(explain_request(self.url, rid))['decode']}")
 
     def explain(self, stream: Stream) -> Row:
         return explain_request(self.router_urls[self.router_of(stream)], stream.rid)

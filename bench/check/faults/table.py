@@ -351,6 +351,6 @@ def judge(fleet: Fleet, streams: Sequence[Stream]) -> dict[str, Any]:
 
 def describe_failure(stream: Stream, story: Story) -> str:
     times = {name: story.get(name) for name in ("arrived_s", "decided_s", "sent_s", "done_s", "ended_s")}
-    where = f"{story.get('prefill')} {story.get('decode')} attempt {story.get('attempts')}"
+    where = f"{story.get('prefill')} {story.get('decode')} attempt {len(story.get('attempts', ()))}"
     text = f"{stream.error} {story.get('detail', '')}"
     return f"{where} {story.get('end')} {times}: {text[:300]}"
