@@ -118,7 +118,7 @@ class UpstreamLeg:
         self.owner.on_leg_lost(self, kind, detail)
 
 
-class UnwantedAnswer:
+class UnwantedResponse:
     """The rest of a leg's answer, which nobody gets any more (``ResponseSink``).
 
     Args:
@@ -399,7 +399,7 @@ class Attempt:
         assert leg.connection is not None
         lingering = self._context.lingering
         lingering.add_leg(leg, leg.worker, leg.connection, self.rids, until_s=self._context.now_s() + limit_s)
-        UnwantedAnswer(leg, lingering.remove_leg)
+        UnwantedResponse(leg, lingering.remove_leg)
 
     def cancel_legs(self, on_end: Callable[[bool], None]) -> None:
         """Makes sure that no instance holds anything of it, so that the request may be dispatched again.
@@ -414,7 +414,7 @@ class Attempt:
         end = functools.partial(self._end_cancellation, on_end)
         for leg in self.legs:
             if not leg.done:
-                UnwantedAnswer(leg, functools.partial(self._on_cancelled_leg, end))
+                UnwantedResponse(leg, functools.partial(self._on_cancelled_leg, end))
         call_later = self._context.call_later
         aborts = [call_later(at_s, self._abort_legs) for at_s in ABORT_TIMES_S]
         self._timers = (*aborts, call_later(ROLL_BACK_S, end, False))
