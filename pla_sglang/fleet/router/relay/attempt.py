@@ -118,8 +118,8 @@ class UpstreamLeg:
         self.owner.on_leg_lost(self, kind, detail)
 
 
-class UnwantedResponse:
-    """The rest of a leg's answer, which nobody gets any more (``ResponseSink``).
+class DiscardedResponse:
+    """Reads the rest of a leg's answer, which nobody gets any more (``ResponseSink``).
 
     Args:
         on_end: called once: whether the answer is complete, else it is lost.
@@ -132,6 +132,7 @@ class UnwantedResponse:
         assert leg.connection is not None
         self._leg, self._on_end = leg, on_end
         leg.connection.replace_sink(self)
+        leg.connection.set_paused(False)  # how fast the client reads does not matter any more
         del leg.owner  # the request may be over long before this is
 
     def on_head(self, head: ResponseHead) -> None:
@@ -399,7 +400,7 @@ class Attempt:
         assert leg.connection is not None
         lingering = self._context.lingering
         lingering.add_leg(leg, leg.worker, leg.connection, self.rids, until_s=self._context.now_s() + limit_s)
-        UnwantedResponse(leg, lingering.remove_leg)
+        DiscardedResponse(leg, lingering.remove_leg)
 
     def cancel_legs(self, on_end: Callable[[bool], None]) -> None:
         """Makes sure that no instance holds anything of it, so that the request may be dispatched again.
@@ -414,7 +415,7 @@ class Attempt:
         end = functools.partial(self._end_cancellation, on_end)
         for leg in self.legs:
             if not leg.done:
-                UnwantedResponse(leg, functools.partial(self._on_cancelled_leg, end))
+                DiscardedResponse(leg, functools.partial(self._on_cancelled_leg, end))
         call_later = self._context.call_later
         aborts = [call_later(at_s, self._abort_legs) for at_s in ABORT_TIMES_S]
         self._timers = (*aborts, call_later(ROLL_BACK_S, end, False))

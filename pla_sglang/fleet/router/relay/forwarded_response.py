@@ -41,7 +41,7 @@ class ResponseOwner(Protocol):
     def on_given_up(self, data: bytes) -> None:
         """``data`` says that the instance has given the request up; it was not forwarded."""
 
-    def on_held_tokens(self) -> None:
+    def on_more_tokens(self) -> None:
         """A further piece of the answer has come, while ``is_watched``."""
 
 
@@ -165,7 +165,7 @@ class ForwardedResponse:
         if marked.given_up:
             self._owner.on_given_up(marked.given_up)
         elif self.is_watched:
-            self._owner.on_held_tokens()
+            self._owner.on_more_tokens()
 
     def _is_given_up(self, data: bytes) -> bool:
         return self._may_give_up and data.rfind(ABORT_MARK) >= 0 and given_up(data)

@@ -13,7 +13,7 @@ goes on behind what the client has.
 Whether another attempt follows says ``attempt_rules``; where it goes says the control plane. If it says nowhere, the
 request ends as it would have without the question.
 
-The control plane moves a request that runs: it is held at its instance, and a *candidate* is tried beside the present
+The control plane moves a request that runs: it is paused at its instance, and a *candidate* is tried beside the present
 attempt (``_try_candidate``). The client notices nothing, whatever comes of that. Whatever ends a request, every
 instance that may still work for it is told to abort.
 """
@@ -239,12 +239,8 @@ class Request(ClientWork):
         if self._kept.is_kept and len(attempt.legs) > 1 and transfer_failed(status, data):
             self._roll_back(_TRANSFER_FAILED, attempt.response_leg, error_message(data))
             return False
-        if (
-            response.verdict.load_refusal is LoadRefusal.FULL
-            and self._kept.is_kept
-            and self._may_follow(_FULL)
-            and len(data) <= HELD_BYTES
-        ):
+        full = response.verdict.load_refusal is LoadRefusal.FULL
+        if full and self._may_follow(_FULL) and len(data) <= HELD_BYTES:
             if whole:
                 response.keep_refusal(status)
                 self._leave_full(attempt.response_leg, error_message(data))
@@ -453,11 +449,12 @@ class Request(ClientWork):
     # -- a candidate beside the present attempt ----------------------------------------------------------------------
 
     def _try_candidate(self, assign: m.Assign) -> None:
-        """The request is held at its instance: another one is asked to go on, when everything before the hold is here.
+        """The request is paused at its instance: when everything before the pause is here, another one is asked to go
+        on.
 
-        From its first event on the candidate is the answer, and the held stream is read on and thrown away until its
-        instance ends it. Tokens that come on the held stream behind the hold win: its instance has gone on by itself,
-        and the candidate is dropped. Where the request is not what the control plane takes it for, nothing changes.
+        From its first event on, the candidate is the answer. The stream that was left is read to its end and thrown
+        away. Tokens that come behind the pause win: the first instance has gone on by itself, and the candidate is
+        dropped. Where the request is not what the control plane takes it for, nothing changes.
         """
         if self.state is not FORWARDING or self._candidate is not None:
             return
@@ -468,15 +465,15 @@ class Request(ClientWork):
             self._drop_candidate(_REFUSED, "its stream cannot go on elsewhere any more")
             return
         self.response.is_watched = True
-        self.on_held_tokens()
+        self.on_more_tokens()
 
-    def on_held_tokens(self) -> None:
+    def on_more_tokens(self) -> None:
         candidate, marked = self._candidate, self.response.marked
         if candidate is None or candidate.assign.held_tokens is None or marked is None:
             return
         behind = len(marked.ids) - candidate.assign.held_tokens
         if behind > 0:
-            self._drop_candidate(_RESUMED, "it has gone on where it was held")
+            self._drop_candidate(_RESUMED, "it has gone on where it was paused")
         elif behind == 0 and not candidate.has_begun and not candidate.connect_legs():
             self._drop_candidate(_NOT_SENT, "the control plane named an instance that is not known")
 
@@ -548,7 +545,7 @@ class Request(ClientWork):
         self._context.send_to_control(m.Failure(leg.worker, kind, detail[:DETAIL_CHARS], self.ask.rid))
 
     def describe_open(self) -> m.OpenRequest | None:
-        """For a control plane that has just started, which knows nothing of a candidate: what is held goes on by
+        """For a control plane that has just started, which knows nothing of a candidate: what is paused goes on by
         itself. None where it is to be asked first."""
         self._cancel_candidate()
         if self.attempt is None:
