@@ -126,11 +126,12 @@ class ForwardedResponse:
 
     def forget_head(self) -> None:
         """The attempt is over, and nothing of its answer was forwarded."""
+        self.drop_ids()
         self._head, self._beginning, self._streams, self._tokens = None, b"", False, None
         self.verdict = ResponseVerdict()
 
     def drop_ids(self) -> None:
-        """The request has ended, or another attempt begins from scratch."""
+        """They are not needed any more."""
         if self.marked is not None:
             self.marked.free_ids()
             self.marked = None
@@ -160,7 +161,9 @@ class ForwardedResponse:
             self._take_body(data)
             return
         events = marked.take_events(data)
-        if events:
+        if events and self.first_s is not None:
+            self._forward_body(events)
+        elif events:
             self._take_body(events)
         if marked.given_up:
             self._owner.on_given_up(marked.given_up)
@@ -204,7 +207,7 @@ class ForwardedResponse:
                 self._note_errors(0, data)
         assert self._tokens is not None
         self._tokens.feed(data)
-        self._client.write_bytes(self._frame(data))
+        self._client.write_bytes(self._frame(data) if self._chunks else data)
 
     def _frame(self, data: bytes) -> bytes:
         return b"%x\r\n%b\r\n" % (len(data), data) if self._chunks else data

@@ -226,7 +226,7 @@ class Request(ClientWork):
         may_move = self._judge_movable()
         again = self._may_follow(_FULL) or (len(attempt.legs) > 1 and self._may_follow(_TRANSFER_FAILED))
         keeps = (may_move or again) and kept.try_keep()
-        attempt.send_request(kept, tags=self._begin_stream(attempt))
+        attempt.send_request(kept, tags=self._begin_stream(attempt) if may_move else None)
         if not keeps:
             kept.drop()
         kept.end_waiting()
@@ -508,21 +508,21 @@ class Request(ClientWork):
 
     def _is_movable(self, *, shown: bool) -> bool:
         """``shown``: the client has got something of the answer, which must say its token ids then."""
-        marked = self.response.marked
-        return isinstance(self._movable, Movable) and (not shown or (marked is not None and marked.can_go_on))
+        if not isinstance(self._movable, Movable):
+            return False
+        return not shown or (self.response.marked is not None and self.response.marked.can_go_on)
 
     def _begin_stream(self, attempt: Attempt) -> Tags | None:
         """Its first event may come from this attempt. Returns the tags that mark the stream; None: it is none, or its
         instances cannot."""
-        response, movable = self.response, self._movable
-        response.drop_ids()
+        movable = self._movable
         if not isinstance(movable, Movable) or not self.ask.stream:
             return None
         workers = [self._context.workers.find_worker(leg.worker) for leg in attempt.legs]
         if not all(worker is not None and worker.hops for worker in workers):
             self._context.counters.count_event("unmovable_total", reason=Unmovable.INSTANCE.value)
             return None
-        response.marked = MarkedStreamReader(self._context.kept, wants_usage=movable.wants_usage)
+        self.response.marked = MarkedStreamReader(self._context.kept, wants_usage=movable.wants_usage)
         self._first_rid = rid_at_instance(self.ask.rid, attempt.assign.attempt)
         return movable.tags
 
@@ -636,7 +636,7 @@ class Request(ClientWork):
         if self.state is ENDED:
             return
         self._move_to(ENDED)
-        aborted = self._cancel_candidate()
+        aborted = () if self._candidate is None else self._cancel_candidate()
         attempt = self.attempt
         if attempt is not None:
             aborted += attempt.end_attempt(outcome)
