@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from pla_sglang.common.errors import ConfigError
 from pla_sglang.fleet.router.control.admin import AdminRoutes
+from pla_sglang.fleet.router.control.booking import Booking
 from pla_sglang.fleet.router.control.drains import Drains
 from pla_sglang.fleet.router.control.failure_intake import FailureIntake
 from pla_sglang.fleet.router.control.gauges import gauges, state_of
@@ -29,7 +30,6 @@ from pla_sglang.fleet.router.control.policy_setup import LivePolicy
 from pla_sglang.fleet.router.control.relay_ports import RelayPorts
 from pla_sglang.fleet.router.control.request_dispatcher import RequestDispatcher
 from pla_sglang.fleet.router.control.request_events import RequestEvents
-from pla_sglang.fleet.router.control.requests.booking import Booking
 from pla_sglang.fleet.router.control.requests.ledger import Ledger
 from pla_sglang.fleet.router.control.requests.moves import MoveOrders
 from pla_sglang.fleet.router.control.requests.prompts import Prompts, load_tokenizer
@@ -102,15 +102,13 @@ class ControlPlane:
         self._monitor = self._make_monitor(health)
         self._peering = Peering(self.table, self.series.peer_lists.inc, router_key=router_key)
         self._batching = BatchingOrders(self.table)
-        prompts = Prompts(knobs.prompts, PrefixIndex())
-        booking = Booking(Ledger(), prompts, device_clock)
-        self.migration = self._make_migration(booking, device_clock)
-        self.policy = self._make_policy(booking, device_clock)
+        booking = Booking(Ledger(), Prompts(knobs.prompts, PrefixIndex()), self.series, device_clock)
+        self.migration = self._make_migration(booking)
+        self.policy = self._make_policy(booking)
         self._peering.wanted_rows = self.policy.wanted_rows
         self.dispatcher = RequestDispatcher(
             knobs,
             health,
-            self.series,
             self.policy,
             booking,
             send_message=self._relays.send_message,
@@ -136,27 +134,24 @@ class ControlPlane:
             on_aborted=self._on_aborted,
         )
 
-    def _make_migration(self, booking: Booking, device_clock: DeviceClock) -> Migration:
+    def _make_migration(self, booking: Booking) -> Migration:
         return Migration(
             booking,
             self.table,
-            self.series,
-            device_clock,
+            self._peering,
             send_message=self._relays.send_message,
             order_abort=self._monitor.abort,
-            is_connected=self._peering.is_connected,
-            never_connects=self._peering.never_connects,
             on_over=self._on_move_over,
             clock=self._clock,
         )
 
-    def _make_policy(self, booking: Booking, clock: DeviceClock) -> LivePolicy:
+    def _make_policy(self, booking: Booking) -> LivePolicy:
         """Its moves are carried out where the operator wants it."""
         knobs, now = self.knobs.moves, self._clock
         orders = MoveOrders(
             knobs.rest_s,
             clock=now,
-            device_clock=clock,
+            device_clock=booking.clock,
             find_worker=self.table.of,
             find_record=booking.ledger.records.get,
             mover=self.migration if self.knobs.migrates else None,
@@ -164,8 +159,8 @@ class ControlPlane:
         return LivePolicy(
             self.knobs,
             self.table.fleet,
-            running=RunningRequests(knobs, self.table, orders, clock=now, device_clock=clock),
-            clock=clock,
+            running=RunningRequests(knobs, self.table, orders, clock=now, device_clock=booking.clock),
+            clock=booking.clock,
             set_class=self._monitor.set_class,
             is_connected=self._peering.is_connected,
             on_action=self.series.actions.inc,

@@ -18,8 +18,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from pla_sglang.fleet.router.control.observability.series import RouterSeries
-from pla_sglang.fleet.router.control.requests.booking import Booking
+from pla_sglang.fleet.router.control.booking import Booking
 from pla_sglang.fleet.router.control.requests.ledger import order_aborts
 from pla_sglang.fleet.router.control.requests.relay_messages import candidate_message
 from pla_sglang.fleet.router.control.requests.request_record import (
@@ -34,12 +33,11 @@ from pla_sglang.fleet.router.control.workers.abort_order import AbortOrder
 from pla_sglang.fleet.router.control.workers.errors import NoResponseError, UnreachableError, WorkerError
 from pla_sglang.fleet.router.control.workers.exclusions import find_unfit
 from pla_sglang.fleet.router.control.workers.instance_client import InstanceClient
+from pla_sglang.fleet.router.control.workers.peering import Peering
 from pla_sglang.fleet.router.control.workers.table import Worker, WorkerState, WorkerTable
 from pla_sglang.fleet.router.control.workers.tasks import Tasks
 from pla_sglang.fleet.router.wire import messages as m
-from pla_sglang.policy.common.device_clock import DeviceClock
 from pla_sglang.policy.interface.fast_enum import FastEnum
-from pla_sglang.policy.interface.fleet import InstanceView
 
 logger = logging.getLogger(__name__)
 HOLD_S = 10.0  # at most; then a paused request goes on by itself
@@ -89,7 +87,7 @@ class Migration:
     Args:
         send_message: to a relay by its number.
         order_abort: at an instance.
-        is_connected, never_connects: whether KV cache can go from the first instance to the second now, or never can.
+        peering: knows between which instances KV cache can go.
         on_over: called with the time when a move is over, whatever has come of it.
 
     Attributes:
@@ -100,20 +98,16 @@ class Migration:
         self,
         booking: Booking,
         table: WorkerTable,
-        series: RouterSeries,
-        device_clock: DeviceClock,
+        peering: Peering,
         *,
         send_message: Callable[[int, m.FromControl], None],
         order_abort: Callable[[AbortOrder], None],
-        is_connected: Callable[[InstanceView, InstanceView], bool],
-        never_connects: Callable[[InstanceView, InstanceView], bool],
         on_over: Callable[[float], None],
         clock: Callable[[], float],
     ) -> None:
-        self._booking, self._ledger, self._table, self._series = booking, booking.ledger, table, series
-        self._device_clock, self._clock = device_clock, clock
+        self._booking, self._ledger, self._series, self._table = booking, booking.ledger, booking.series, table
+        self._peering, self._clock = peering, clock
         self._send_message, self._order_abort, self._on_over = send_message, order_abort, on_over
-        self._is_connected, self._never_connects = is_connected, never_connects
         self._client: InstanceClient | None = None
         self._tasks = Tasks()
         self._moves: dict[str, RunningMove] = {}
@@ -156,7 +150,7 @@ class Migration:
             if self._is_current(move) and move.state is PULLING and move.target.state in _NOT_THERE:
                 # Its relay may not notice, as a machine that vanished closes nothing. Tokens of the source win.
                 self._tasks.spawn(self._resume(move))
-        rest_s = self._device_clock.wall_s(COOL_DOWN_S)
+        rest_s = self._booking.clock.wall_s(COOL_DOWN_S)
         self._failed = {rid: failed for rid, failed in self._failed.items() if now_s - failed.at_s < 2 * rest_s}
 
     def find_obstacle(self, record: RequestRecord, target: Worker) -> str | None:
@@ -178,9 +172,9 @@ class Migration:
 
     def find_way(self, source: Worker, target: Worker) -> MoveKind | None:
         """How a request goes from the one to the other, both being well; None: not now."""
-        if self._is_connected(source.view, target.view):
+        if self._peering.is_connected(source.view, target.view):
             return _PULL
-        return _REDO if self._never_connects(source.view, target.view) else None
+        return _REDO if self._peering.never_connects(source.view, target.view) else None
 
     def is_cooling_down(self, record: RequestRecord) -> bool:
         """True if its last move has come to nothing a short while ago."""
@@ -189,7 +183,7 @@ class Migration:
             return False
         drains = source.state is WorkerState.DRAINING
         rest_s = min(COOL_DOWN_S, DRAIN_COOL_DOWN_S * 2 ** (failed.times - 1)) if drains else COOL_DOWN_S
-        return self._clock() - failed.at_s < self._device_clock.wall_s(rest_s)
+        return self._clock() - failed.at_s < self._booking.clock.wall_s(rest_s)
 
     # -- what comes of it --------------------------------------------------------------------------------------------
 

@@ -19,11 +19,10 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from pla_sglang.fleet.router.attempt_rules import RULES, Who
+from pla_sglang.fleet.router.control.booking import Booking
 from pla_sglang.fleet.router.control.knobs import ControlKnobs
 from pla_sglang.fleet.router.control.observability.explain import ExplainStore, note_choice
-from pla_sglang.fleet.router.control.observability.series import RouterSeries
 from pla_sglang.fleet.router.control.policy_setup import LivePolicy
-from pla_sglang.fleet.router.control.requests.booking import Booking
 from pla_sglang.fleet.router.control.requests.ledger import is_named
 from pla_sglang.fleet.router.control.requests.pair_limits import (
     RETRY_NO_INSTANCE_S,
@@ -90,7 +89,6 @@ class RequestDispatcher:
         self,
         knobs: ControlKnobs,
         health: Health,
-        series: RouterSeries,
         policy: LivePolicy,
         booking: Booking,
         *,
@@ -100,7 +98,7 @@ class RequestDispatcher:
         self.knobs = knobs
         self.table = health.table
         self.health = health
-        self.series = series
+        self.series = booking.series
         self.policy = policy
         self.booking, self.ledger, self.prompts = booking, booking.ledger, booking.prompts
         self.admission = Admission(knobs.admission)

@@ -157,9 +157,9 @@ async def test_a_move_that_is_refused_leaves_the_request_where_it_is(caplog: pyt
         peering = one.plane._peering
         runner = one.plane.policy.runner
         assert runner is not None
-        one.plane.migration._is_connected = lambda source, target: False
+        peering.is_connected = lambda source, target: False  # type: ignore[method-assign]
         first_token(one, "refused")
-        one.plane.migration._is_connected = peering.is_connected
+        del peering.is_connected  # type: ignore[method-assign]
         asked, runner.policy.dispatcher.place_decode = runner.policy.dispatcher.place_decode, None  # type: ignore
         first_token(one, "mistake")
         runner.policy.dispatcher.place_decode = asked  # type: ignore[method-assign]

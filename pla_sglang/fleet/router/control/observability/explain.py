@@ -218,6 +218,7 @@ def describe_attempt(attempt: Attempt) -> dict[str, Any]:
         "prefill": None if attempt.prefill is None else attempt.prefill.view.name,
         "decode": None if attempt.decode is None else attempt.decode.view.name,
         "decided_s": attempt.assigned_s,
+        "first_s": attempt.first_token_s,
         "ended_s": attempt.ended_s,
         "over": None if attempt.over is None else attempt.over.cause.label,
         "detail": "" if attempt.over is None else attempt.over.detail,

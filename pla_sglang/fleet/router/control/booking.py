@@ -6,6 +6,7 @@ will be in their caches.
 
 from __future__ import annotations
 
+from pla_sglang.fleet.router.control.observability.series import RouterSeries
 from pla_sglang.fleet.router.control.requests.ledger import Ledger
 from pla_sglang.fleet.router.control.requests.pair_limits import decodes_after
 from pla_sglang.fleet.router.control.requests.prompts import Prompts
@@ -21,10 +22,15 @@ _WHOLE, _PREFILL, _DECODE = Leg
 
 
 class Booking:
-    """``begin`` and ``end`` of attempts, whatever their cause. ``clock``: of the devices, in whose time caches live."""
+    """``begin`` and ``end`` of attempts, whatever their cause.
 
-    def __init__(self, ledger: Ledger, prompts: Prompts, clock: DeviceClock) -> None:
-        self.ledger, self.prompts, self._clock = ledger, prompts, clock
+    Attributes:
+        series: of the router, where those who begin and end attempts count them.
+        clock: of the devices, in whose time caches live.
+    """
+
+    def __init__(self, ledger: Ledger, prompts: Prompts, series: RouterSeries, clock: DeviceClock) -> None:
+        self.ledger, self.prompts, self.series, self.clock = ledger, prompts, series, clock
 
     def begin(self, record: RequestRecord, prefill: Worker, decode: Worker, now_s: float) -> None:
         """The present attempt is about to be sent to these two, or to one that is both. It may be on trial there, and
@@ -88,4 +94,4 @@ class Booking:
         self, record: RequestRecord, worker: Worker, now_s: float, *, answer_tokens: int | None = None
     ) -> None:
         """An instance has its prompt in its cache; see ``Prompts.note_use``."""
-        self.prompts.note_use(record.prompt, worker.view, self._clock.device_s(now_s), answer_tokens)
+        self.prompts.note_use(record.prompt, worker.view, self.clock.device_s(now_s), answer_tokens)
