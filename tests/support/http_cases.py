@@ -5,6 +5,8 @@ Made from RFC 9110 and RFC 9112. Verdicts: "ok" (a complete request), "more" (no
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 HOST = b"Host: a\r\n"
@@ -132,6 +134,10 @@ FIELDS = [
     Case("space in a name", get(HOST + b"x y: b\r\n"), "bad"),
     Case("no name", get(HOST + b": b\r\n"), "bad"),
     Case("no colon", get(HOST + b"x\r\n"), "bad"),
+    Case("colon alone", get(HOST + b":\r\n"), "bad"),
+    Case("line end in a name", post(b"Transfer-\r\nEncoding: chunked\r\n", b"0\r\n\r\n"), "bad"),
+    Case("line feed alone in a name", get(HOST + b"x\ny: z\r\n"), "bad"),
+    Case("a head behind a carriage return alone", get(HOST)[:-1] + b"XGET /b: HTTP/1.1\r\n" + HOST + b"\r\n", "bad"),
     Case("bracket in a name", get(HOST + b"x(y): b\r\n"), "bad"),
     Case("quote in a name", get(HOST + b'x"y: b\r\n'), "bad"),
     Case("slash in a name", get(HOST + b"x/y: b\r\n"), "bad"),
@@ -205,6 +211,7 @@ LENGTHS = [
         h11="ok",
         why=ONE_LENGTH,
     ),
+    Case("empty length and a length", post(b"Content-Length: \r\nContent-Length: 3\r\n", b"abc"), "bad"),
     Case("two lengths", post(b"Content-Length: 3\r\nContent-Length: 4\r\n", b"abc"), "bad"),
     Case("list of the same length", sized(b"3, 3"), "bad", h11="ok", why=ONE_LENGTH),
     Case("list of lengths", sized(b"3, 4"), "bad"),
@@ -291,6 +298,9 @@ CHUNKS = [
     Case("size with an underscore", chunked(b"0_3\r\nabc\r\n" + END), "bad"),
     Case("empty size", chunked(b"\r\nabc\r\n" + END), "bad"),
     Case("size that is no number", chunked(b"g\r\nabc\r\n" + END), "bad"),
+    Case("size with letters behind", chunked(b"3x\r\nabc\r\n" + END), "bad"),
+    Case("two carriage returns before an extension", chunked(b"3\r\r;x\r\nabc\r\n" + END), "bad"),
+    Case("two carriage returns behind an extension", chunked(b"3;x=y\r\rabc\r\n" + END), "bad", h11="more", why=CRLF),
     Case("size with a comma", chunked(b"3,\r\nabc\r\n" + END), "bad"),
     Case("size beyond 64 bits", chunked(b"10000000000000003\r\nabc\r\n" + END), "bad", h11="more", why=LIMITS),
     Case("size at 64 bits", chunked(b"ffffffffffffffff\r\nabc\r\n"), "bad", h11="more", llhttp="more", why=LIMITS),
@@ -338,3 +348,41 @@ CHUNKS = [
     Case("too many trailers", chunked(b"0\r\n" + b"x: y\r\n" * 33 + b"\r\n"), "bad", h11="ok", llhttp="ok", why=LIMITS),
 ]
 CASES = [*REQUEST_LINES, *FIELDS, *LENGTHS, *CODINGS, *CHUNKS]
+
+# -- requests that two servers may end in two places -------------------------------------------------------------------
+
+# A header in disguise: "?" is a byte that does not belong there. It stands around a name and a value or amid them ...
+AROUND = (
+    "?n-m: v",
+    "n?-m: v",
+    "n-m?: v",
+    "n-m:?v",
+    "n-m: v?",
+    "?n-m?: v",
+    "?n-m:?v",
+    "?n-m: v?",
+    "n-m?:?v",
+    "n-m?: v?",
+)
+# ... or between the header and another one, or is a line of its own.
+BETWEEN = ("n-m:?v?", "x: y?n-m: v", "n-m: v?x: y", "x: y\r?n-m: v", "n-m: v\r?x: y", "x: y?\nn-m: v", "n-m: v?\nx: y")
+LINES = ("?\r\nn-m: v", "x: y\r\n?\r\nn-m: v", "n-m:?\r\n v", "n-m: v\r\n?x: y")
+# Of the bytes above ASCII some are blanks or line ends, or vanish, in Latin-1.
+ODD_BYTES = [chr(byte) for byte in (*range(0x21), 0x7F, 0x80, 0x85, 0xA0, 0xAD, 0xFF)]
+# An honest header, the parts of the other one, and a body that goes on behind the end that one of them gives it.
+TWO_ENDS = [
+    (b"Content-Length: 4\r\n", ("Transfer", "Encoding", "chunked"), b"1\r\nZ\r\n0\r\n\r\n"),
+    (b"Content-Length: 6\r\n", ("Transfer", "Encoding", "chunked"), b"0\r\n\r\nX"),
+    (b"Content-Length: 4\r\n", ("Content", "Length", "6"), b"abcdef"),
+    (b"Transfer-Encoding: chunked\r\n", ("Content", "Length", "4"), b"1\r\nZ\r\n0\r\n\r\n"),
+]
+
+
+def disguised_requests() -> Iterator[bytes]:
+    """Requests of which two servers may see the end in two places, because one of two headers is in disguise."""
+    for (honest, parts, body), odd in itertools.product(TWO_ENDS, ODD_BYTES):
+        put_in = str.maketrans(dict(zip("nmv?", (*parts, odd), strict=True)))
+        for place in (*AROUND, *BETWEEN, *LINES):
+            line = place.translate(put_in).encode("latin-1") + b"\r\n"
+            yield post(line + honest, body)
+            yield post(honest + line, body)
