@@ -4,16 +4,20 @@
 
 Emulated stateless engines behind our router with ``--migration on``. ``--streams`` streams in waves of ``--wave``: half
 of them sampled at temperature 1, half chats with a grammar or a tool (``faults/bodies.py``: how each token is known).
-In each wave one instance gets SIGKILL when a stream that is drawn at random has reached a token that is drawn at
-random. Then ``--drain-streams`` streams run at one instance, which is drained, and as many at one which gets SIGTERM. A
-wave, the drain and the signal are steps; finished ones are kept in ``--out``.
+In each wave one instance is lost when a stream that is drawn at random has reached a token that is drawn at random:
+half of the times by SIGKILL, else its scheduler raises, it is frozen, or a proxy before it lets nothing through. Then
+``--drain-streams`` streams run at one instance, which is drained, and as many at one which gets SIGTERM. A wave, the
+drain and the signal are steps; finished ones are kept in ``--out``.
 
 ``completed``: streams with their whole answer; ``tokens_wrong``: tokens or letters that are not those of one unmoved
-answer. ``gap_p50_s``, ``gap_p99_s``: from the last event of the instance that was killed to the first one of the next,
-in seconds of this machine, which tells of its processes as much as of the devices. ``drain_s``, ``sigterm_s``: device
+answer. ``gap_p50_s``, ``gap_p99_s``: from the last event of an instance that got SIGKILL to the first one of the next,
+in seconds of this machine, which tells of its processes as much as of the devices; ``longest_silence_s``,
+``longest_wait_s``: between two events of a stream, and until the first, however its instance was lost, beyond the
+longest pass of the device. ``drain_s``, ``sigterm_s``: device
 time from the order until the router has nothing at the instance; ``ended_s``: until its process has ended, in seconds
 of this machine (SGLang looks every 5 s whether it may). ``drain_aborted``: streams without their whole answer, and
-orders to abort. The exit status is 1 where a stream failed, a token was wrong, or anything was aborted.
+orders to abort. The exit status is 1 where a stream failed or stood still as long as its instance, a token was wrong,
+or anything was aborted.
 """
 
 from __future__ import annotations
@@ -23,12 +27,28 @@ import asyncio
 import json
 import random
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bench.check.faults.bodies import SAMPLED, SCHEMA, TOOL, TOOL_PARSER, make_sampled, make_text
-from bench.check.faults.client import FaultClient, Stream, describe_streams, until
-from bench.check.faults.fleet import Fleet, explain_request, find_hops, order, read_workers, wait_until_empty
+from bench.check.faults.client import FaultClient, Stream, describe_streams, find_silences, longest_pass_s, until
+from bench.check.faults.fleet import (
+    BLACKHOLE,
+    CRASH,
+    FREEZE,
+    FREEZE_ALL,
+    KILL,
+    STILL_S,
+    Fleet,
+    explain_request,
+    find_hops,
+    order,
+    read_workers,
+    wait_until_empty,
+)
+from bench.check.faults.proxy import running_behind_proxies
+from bench.check.faults.table import FAULTS, choose_kills
 from bench.check.leftovers import sum_series
 from bench.harness import cli, report, servers
 from bench.harness.bench import Result, measuring
@@ -46,6 +66,7 @@ MODEL = {
     SAMPLED: {"chain_answers": "spread", "chain_check_prefixes": True},
     CHAT: {"chain_answers": "text", "chain_check_prefixes": True},
 }
+ENDS = {KILL: Fleet.kill, CRASH: Fleet.crash}  # it is started again when all streams have ended
 START_S, STEP_S = 90.0, 60.0  # of real time
 BEGUN_S = 300.0  # for the first tokens of a wave, of real time
 Options = argparse.Namespace
@@ -55,16 +76,22 @@ def keys_of(options: Options) -> list[Row]:
     """Steps by the model that serves them: its waves, and what empties an instance."""
     settings = {name: getattr(options, name) for name in SETTINGS}
     waves = options.streams // options.wave
-    keys = [settings | {"model": SAMPLED, "act": "kill", "at": at} for at in range(waves - waves // 2)]
+    acts = choose_kills(waves, options.seed)
+    sampled = waves - waves // 2
+    keys = [settings | {"model": SAMPLED, "act": acts[at], "at": at} for at in range(sampled)]
     keys += [settings | {"model": SAMPLED, "act": act, "at": 0} for act in (DRAIN, SIGTERM)]
-    return keys + [settings | {"model": CHAT, "act": "kill", "at": at} for at in range(waves // 2)]
+    return keys + [settings | {"model": CHAT, "act": acts[at], "at": at} for at in range(sampled, waves)]
+
+
+def router_of(options: Options) -> servers.Router:
+    told = 2 * (options.streams + options.drain_streams)
+    return servers.Router("pla", options.policy, ("--migration", "on", "--explain-requests", str(told)))
 
 
 def cluster_flags(model: str, options: Options) -> list[str]:
-    router_flags = f"--migration on --explain-requests {2 * (options.streams + options.drain_streams)}"
+    """Without its router, which stands behind proxies."""
     return [
-        *("--stateless", str(options.instances), "--router", "pla", "--policy", options.policy),
-        f"--router-args={router_flags}",
+        *("--stateless", str(options.instances), "--router", "none"),
         *cli.emulation_flags(options.profile, options.time_scale),
         *("--incremental-streaming-output", "--max-running-requests", str(SLOTS)),
         *("--tool-call-parser", TOOL_PARSER, "--json-model-override-args", json.dumps(MODEL[model])),
@@ -84,29 +111,39 @@ def run_step(fleet: Fleet, key: Mapping[str, Any], options: Options) -> Row:
     """Raises PlaError, TimeoutError."""
     name = f"{key['act']}-{key['model']}-{key['at']}"
     rng = random.Random(f"{options.seed}/{name}")
-    count = options.wave if key["act"] == "kill" else options.drain_streams
+    act, empties = key["act"], key["act"] in (DRAIN, SIGTERM)
+    count = options.drain_streams if empties else options.wave
     streams = [make_stream(key["model"], f"{name}-{number:04d}", number, rng) for number in range(count)]
-    if key["act"] == "kill":
-        row = asyncio.run(kill_at_random(fleet, streams, rng))
+    if empties:
+        row = asyncio.run(empty_one(fleet, streams, by_signal=act == SIGTERM))
     else:
-        row = asyncio.run(empty_one(fleet, streams, by_signal=key["act"] == SIGTERM))
+        row = asyncio.run(lose_at_random(fleet, streams, rng, act))
+    row |= find_silences(streams, longest_pass_s(options.profile, options.time_scale))
     counts = {name: value for name, value in row.items() if name != "hops"}
     report.say(f"{name}: {counts}, {len(row['hops'])} hops")
     return row | {"plugin_commit": report.environment()["plugin_commit"]}
 
 
-async def kill_at_random(fleet: Fleet, streams: list[Stream], rng: random.Random) -> Row:
+async def lose_at_random(fleet: Fleet, streams: list[Stream], rng: random.Random, act: str) -> Row:
     """All streams at once; when one of them has reached a random place of its answer, the instance where it is gets
-    SIGKILL. Returns once all have ended and the instance is back."""
+    lost by ``act``. Returns once all have ended and the instance is back."""
     chosen = rng.choice(streams)
     place = rng.randint(1, max(1, chosen.body.tokens - 10))
     async with FaultClient(fleet.url) as client, asyncio.TaskGroup() as group:
         await client.open(group, streams)
         await until(lambda: chosen.has(place), limit_s=BEGUN_S, what=f"event {place} of {chosen.rid}")
+        if act == CRASH:  # what has shown nothing may be what the scheduler has died of
+            await until(lambda: all(stream.has(1) for stream in streams), limit_s=BEGUN_S, what="all first tokens")
         instance = await asyncio.to_thread(fleet.find_instance, chosen.rid)
-        await fleet.kill(instance["name"])
-    row = describe_wave(fleet, streams) | {"killed": 1}
-    await fleet.start_again(instance["name"])
+        if act in ENDS:
+            await ENDS[act](fleet, instance["name"])
+        else:
+            still = FAULTS[act].act
+            assert still is not None
+            await still(fleet, instance["name"])
+    row = describe_wave(fleet, streams)
+    if act in ENDS:
+        await fleet.start_again(instance["name"])
     return row
 
 
@@ -160,8 +197,10 @@ def run_open(keys: list[Row], steps: Steps, options: Options) -> None:
         if not missing or not steps.has_time(START_S + STEP_S):
             continue
         name = f"survive-{model}"
-        with servers.running_cluster(cluster_flags(model, options), options.out, name) as described:
-            servers.wait_until_paired(described["url"])
+        with (
+            servers.running_cluster(cluster_flags(model, options), options.out, name) as cluster,
+            running_behind_proxies(router_of(options), cluster, options.out, name) as described,
+        ):
             fleet = Fleet(described, options.out / f"{name}.state.json")
             for key in missing:
                 if steps.has_time(STEP_S):
@@ -174,9 +213,14 @@ def run_open(keys: list[Row], steps: Steps, options: Options) -> None:
 def sum_up(pairs: Sequence[tuple[Row, Row]], time_scale: float) -> Row:
     """The figures of the finished steps; None where there is nothing to take one of."""
     rows = [row for _, row in pairs]
-    kills = [row for key, row in pairs if key["act"] == "kill"]
-    gaps_s = [hop["gap_s"] for row in kills for hop in row["hops"] if hop["gap_s"] is not None]
-    result: Row = {name: sum(row[name] for row in kills) for name in ("streams", "killed", "completed", "tokens")}
+    kills = [row for key, row in pairs if key["act"] not in (DRAIN, SIGTERM)]
+    acts = Counter(key["act"] for key, _ in pairs)
+    hops = [hop for key, row in pairs if key["act"] == KILL for hop in row["hops"]]
+    gaps_s = [hop["gap_s"] for hop in hops if hop["gap_s"] is not None]
+    result: Row = {name: sum(row[name] for row in kills) for name in ("streams", "completed", "tokens")}
+    result |= {"killed": acts[KILL], "crashes": acts[CRASH], "freezes": acts[FREEZE] + acts[FREEZE_ALL]}
+    result |= {"blackholes": acts[BLACKHOLE]}
+    result |= {name: max((row[name] for row in kills), default=0.0) for name in SILENCES}
     result["streams_hit"] = sum(len(row["hops"]) for row in kills)
     result["tokens_wrong"] = sum(row["tokens_wrong"] for row in rows)
     result["bytes_wrong"] = sum(row.get("bytes_wrong", 0) for row in rows)  # steps that were kept before have none
@@ -199,11 +243,14 @@ def sum_up(pairs: Sequence[tuple[Row, Row]], time_scale: float) -> Row:
 
 def is_right(result: Result) -> bool:
     wrong = result["tokens_wrong"] or result["bytes_wrong"] or result["drain_aborted"]
-    return result["completed"] == result["streams"] and not wrong
+    stands = result["longest_silence_s"] >= STILL_S
+    return result["completed"] == result["streams"] and not wrong and not stands
 
 
+SILENCES = ("longest_silence_s", "longest_wait_s")
 ROWS = (
-    *("streams", "killed", "streams_hit", "completed", "tokens", "tokens_wrong", "gap_p50_s", "gap_p99_s"),
+    *("streams", "killed", "crashes", "freezes", "blackholes", "streams_hit", "completed", "tokens", "tokens_wrong"),
+    *("gap_p50_s", "gap_p99_s", *SILENCES),
     *("drain_s", "drain_streams_here", "drain_streams_left"),
     *("sigterm_s", "sigterm_streams_here", "sigterm_streams_left", "ended_s", "drain_aborted"),
 )
@@ -230,8 +277,8 @@ def plot(result: Result, path: Any) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--streams", type=int, default=300, help="that run while instances are killed")
-    parser.add_argument("--wave", type=int, default=25, help="streams of a step, with one SIGKILL")
+    parser.add_argument("--streams", type=int, default=300, help="that run while instances are lost")
+    parser.add_argument("--wave", type=int, default=25, help="streams of a step, which loses one instance")
     parser.add_argument("--drain-streams", type=int, default=50, help="at the instance that is emptied")
     parser.add_argument("--instances", type=int, default=3, help="engines, at least 2")
     parser.add_argument("--policy", default="least-tokens")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,9 @@ from support.router_process import fake_instances
 from bench.check.chaos import bench as storm
 from bench.check.chaos.probes import Freed
 from bench.check.faults import fleet as fleets
+from bench.check.faults.bodies import make_sampled
+from bench.check.faults.client import Stream
+from bench.check.faults.table import OTHER_KILLS
 from bench.check.leftovers import ClusterLeftovers
 from bench.harness import servers
 from bench.harness.catalogue import BENCHES
@@ -39,14 +43,28 @@ def test_moves_need_stateless_instances(tmp_path: Path, capsys: pytest.CaptureFi
     assert BENCHES["chaos"].main(["--moves", "--out", str(tmp_path)]) == 2
     assert "--moves --stateless 0" in capsys.readouterr().err
     options = BENCHES["chaos"].parse("--moves", "--stateless", "3", "--requests", "10")
-    arguments = storm.cluster_arguments(options)
-    config = launch_cluster.read_config(arguments).config.to_cluster()
-    assert launch_cluster.read_router_knobs(config).migrates
+    config = launch_cluster.read_config(storm.cluster_arguments(options)).config.to_cluster()
+    assert config.router == "none", "it stands behind proxies"
+    assert "--migration on" in storm.router_flags(options)
     assert storm.name_of(options) == "chaos_moves"
     counts = dict.fromkeys((*storm.CHAOS_ROWS, *storm.MOVE_ROWS), 3) | dict.fromkeys(storm.CHAOS_CHECKS, True)
-    about = {"killed": ["stateless-0"], "transfer_failure_share": 0.05, "abort_probes": 0}
+    about: dict[str, Any] = {"killed": ["stateless-0"], "transfer_failure_share": 0.05, "abort_probes": 0}
+    about |= {"longest_silence_s": 4.25, "longest_wait_s": 6.0}
     result = vars(options) | counts | about | {"environment": {"hardware": "a cpu", "plugin_commit": "c"}}
-    assert "hops to another instance | 3" in storm.page(result)
+    page = storm.page(result)
+    assert "hops to another instance | 3" in page
+    assert "| 4.2 / 6.0 s |" in page
+
+
+def test_half_of_the_kills_are_other_losses_where_requests_move() -> None:
+    streams = [Stream(rid=f"r{place}", body=make_sampled(random.Random(0)), due_s=1.0 + place) for place in range(60)]
+    flags = ("--stateless", "4", "--kills", "8", "--requests", "60")
+    options = BENCHES["chaos"].parse("--moves", *flags)
+    lost = [due for due in storm.plan_faults(streams, 1, options) if due.where.startswith("stateless")]
+    assert [due.where for due in lost] == [f"stateless-{place}" for place in (0, 1, 2, 3)] * 2
+    assert sorted(due.fault for due in lost) == sorted([*OTHER_KILLS, *["kill"] * 4])
+    stay = storm.plan_faults(streams, 1, BENCHES["chaos"].parse(*flags))
+    assert [due.fault for due in stay if due.where.startswith("stateless")] == ["kill"] * 8
 
 
 class Mortal(ChainInstance):

@@ -6,9 +6,10 @@ started again, in turns prefill and decode ones. Afterwards every token of what 
 left: ledger, gauges, KV. With ``--stateless N`` all instances serve either phase: aborts go to all of them, they are
 killed in turns, and it is measured how soon one that comes back is paired with the others; a run in which that takes
 longer than ``PAIRED_S`` has failed. With ``--moves`` the router has ``--migration on``: then a kill is no reason to
-fail either, but only that no instance is left. With ``--routers`` and ``--restarts`` several routers stand before one
-fleet and are ended themselves; each has to move requests after each restart. Prefix caches of stateless instances are
-compared with the oracle.
+fail either, but only that no instance is left. Half of the kills are then other losses: a scheduler that raises, frozen
+processes, a proxy that lets nothing through; no stream may stand still for as long. With ``--routers`` and
+``--restarts`` several routers stand before one fleet and are ended themselves; each has to move requests after each
+restart. Prefix caches of stateless instances are compared with the oracle.
 """
 
 from __future__ import annotations
@@ -29,10 +30,11 @@ from typing import Any
 
 from bench.check.chaos.caches import CacheAudit, audit_caches
 from bench.check.chaos.probes import Freed, measure_decode_free
-from bench.check.faults.client import GONE, Stream, make_streams
-from bench.check.faults.fleet import Fleet
+from bench.check.faults.client import GONE, Stream, find_silences, longest_pass_s, make_streams
+from bench.check.faults.fleet import BLACKHOLE, CRASH, FREEZE, FREEZE_ALL, KILL, STILL_S, Fleet
+from bench.check.faults.proxy import running_behind_proxies, running_proxies
 from bench.check.faults.routers import Routers, plan_restarts
-from bench.check.faults.table import Due, judge, send_and_inject
+from bench.check.faults.table import Due, choose_kills, judge, send_and_inject
 from bench.check.leftovers import ClusterLeftovers, sum_series, wait_until_at_rest
 from bench.check.parity import workload
 from bench.harness.bench import Result, is_complete, measuring
@@ -95,7 +97,7 @@ def cluster_arguments(options: argparse.Namespace) -> list[str]:
     one = ("--router", "pla", "--policy", options.policy, f"--router-args={router_flags(options)}")
     return [
         *(("--stateless", str(options.stateless)) if options.stateless else pairs),
-        *(("--router", "none") if has_own_routers(options) else one),
+        *(("--router", "none") if options.moves else one),  # then the bench's, which knows proxies
         *emulation_flags(options.profile, options.time_scale),
         *("--pla-emulate-kv-failures", str(options.transfer_failures), "--incremental-streaming-output"),
     ]
@@ -124,10 +126,11 @@ def plan_faults(streams: Sequence[Stream], routers: int, options: argparse.Names
     aborted = rng.sample(others, int(options.abort_share * len(streams)))
     restarts = enumerate(plan_restarts(options.restarts, routers), 1)
     restart_s = KILL_SPAN * end_s / (options.restarts + 1)
+    kinds = choose_kills(options.kills, options.seed) if options.moves else [KILL] * options.kills
     return [
         *leaving.values(),
         *(Due("abort", stream.rid, stream.due_s + rng.uniform(0.02, 1.0)) for stream in aborted),
-        *(Due("kill", name, at_s) for name, at_s in plan_kills(options, end_s)),
+        *(Due(fault, name, at_s) for fault, (name, at_s) in zip(kinds, plan_kills(options, end_s), strict=True)),
         *(Due(what, str(router), number * restart_s) for number, (what, router) in restarts),
     ]
 
@@ -194,7 +197,7 @@ def run(options: argparse.Namespace) -> int:
     os.environ[TRANSFER_SWITCH] = str(options.poll_failures)
     with (
         running_cluster(cluster_arguments(options), options.out, "chaos") as described,
-        own_routers(options, described) as routers,
+        before_instances(options, described) as routers,
     ):
         found = look_into(described, options, routers)
     result = found.result()
@@ -202,32 +205,45 @@ def run(options: argparse.Namespace) -> int:
     name = name_of(options)
     plot(found, options.out / f"{name}.png")
     settings = {name: value for name, value in vars(options).items() if name != "out"}
-    killed, paired_s = [kill.name for kill in found.fleet.kills], found.fleet.paired_s
-    about = {"bench": "chaos", **settings, "killed": killed, "paired_s": paired_s}
+    lost, paired_s = found.list_lost(), found.fleet.paired_s
+    about = {"bench": "chaos", **settings, "killed": [name for fault, name in lost if fault == KILL], "lost": lost}
+    about |= {"paired_s": paired_s}
     emit({**about, **result, "environment": environment()}, name, options.out)
-    late = late_to_pair(killed, paired_s) if options.stateless else []
+    late = late_to_pair([name for _, name in lost], paired_s) if options.stateless else []
     for instance in late:
-        say(f"failed: {instance} was not paired within {PAIRED_S:g} s of the order to start it again")
+        say(f"failed: {instance} was not paired within {PAIRED_S:g} s of its start, or of the end of its standstill")
     idle = 0 in result.get("moves_after_restart", [])
     if idle:
         say("failed: a router moved nothing after a restart")
     unseen = found.caches is not None and not found.caches.cache_entries
     if unseen:
         say("failed: no prefix cache had anything to compare with the oracle")
+    still = options.moves and result["longest_silence_s"] >= STILL_S
+    if still:
+        say(f"failed: a stream stood still for {result['longest_silence_s']:.1f} s")
     wrong = result["tokens_wrong"] or result["bytes_wrong"] or result.get("cache_entries_wrong") or found.rest.details
-    return 0 if not (result["failed_wrongly"] or wrong or unseen or late or idle) else 1
+    return 0 if not (result["failed_wrongly"] or wrong or unseen or late or idle or still) else 1
 
 
 @contextlib.contextmanager
-def own_routers(options: argparse.Namespace, described: dict[str, Any]) -> Iterator[Routers | None]:
-    """None where the cluster has its one router. The first is known as that of the cluster. Raises ServerError."""
-    if not has_own_routers(options):
+def before_instances(options: argparse.Namespace, described: dict[str, Any]) -> Iterator[Routers | None]:
+    """Where requests move: a proxy before each instance, and a router before the proxies, which ``described`` names
+    from then on. None but where routers are to be ended; the first is known as that of the cluster. Raises
+    ServerError."""
+    if not options.moves:
         yield None
         return
     router = Router("pla", options.policy, tuple(shlex.split(router_flags(options))))
-    with Routers(router, described, options.out, options.routers) as routers:
-        described["url"] = routers.urls[0]
-        yield routers
+    if not has_own_routers(options):
+        with running_behind_proxies(router, described, options.out, "chaos") as behind:
+            described |= behind
+            yield None
+        return
+    with running_proxies(described, options.out) as proxied:
+        described |= proxied
+        with Routers(router, described, options.out, options.routers) as routers:
+            described["url"] = routers.urls[0]
+            yield routers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -241,9 +257,20 @@ class Found:
     rest: ClusterLeftovers
     retries: dict[str, float]
     freed: list[Freed]
+    pass_s: float  # the longest of the device, of real time
+
+    def list_lost(self) -> list[tuple[str, str]]:
+        """By which fault which instance was lost, in the order of the times."""
+        fleet = self.fleet
+        kills = [(kill.at_s, CRASH if kill.crashed else KILL, kill.name) for kill in fleet.kills]
+        stills = [(still.at_s, still.fault, still.name) for still in fleet.standstills]
+        return [(fault, name) for _, fault, name in sorted([*kills, *stills])]
 
     def result(self) -> dict[str, Any]:
         made = result_of(self.verdict, self.rest, self.retries, self.freed, len(self.streams))
+        faults = Counter(fault for fault, _ in self.list_lost())
+        made |= {"crashes": faults[CRASH], "freezes": faults[FREEZE] + faults[FREEZE_ALL]}
+        made |= {"blackholes": faults[BLACKHOLE], **find_silences(self.streams, self.pass_s)}
         if self.caches is not None:
             made |= dataclasses.asdict(self.caches)
         if (routers := self.fleet.routers) is not None:
@@ -278,7 +305,8 @@ def look_into(described: dict[str, Any], options: argparse.Namespace, routers: R
     # A probe has to hold up one prefill instance, which no role of a stateless one forbids to decode.
     probes = options.abort_probes if is_complete() and not options.stateless else 0
     freed = asyncio.run(measure_decode_free(fleet, probes, options.seed))
-    return Found(fleet, streams, verdict, caches, rest, retries, freed)
+    pass_s = longest_pass_s(options.profile, options.time_scale)
+    return Found(fleet, streams, verdict, caches, rest, retries, freed, pass_s)
 
 
 def add_up(rests: Sequence[ClusterLeftovers]) -> ClusterLeftovers:
@@ -306,7 +334,13 @@ def plot(found: Found, path: Path) -> None:
         for kill in found.fleet.kills:
             at_s = kill.at_s - found.fleet.start_s
             panel.axvline(at_s, color="black", linestyle="--", linewidth=1)
-            panel.annotate(f"SIGKILL {kill.name}", (at_s, max(base)), fontsize=8, va="top")
+            panel.annotate(
+                f"{'crash' if kill.crashed else 'SIGKILL'} {kill.name}", (at_s, max(base)), fontsize=8, va="top"
+            )
+        for still in found.fleet.standstills:
+            from_s, until_s = still.at_s - found.fleet.start_s, still.over_s - found.fleet.start_s
+            panel.axvspan(from_s, until_s, color="#cccccc", alpha=0.5)
+            panel.annotate(f"{still.fault} {still.name}", (from_s, max(base)), fontsize=8, va="top")
         panel.set(xlabel="arrival, s", ylabel="requests a second")
 
 
@@ -322,7 +356,11 @@ CHAOS_ROWS = {
     "retried_unsent": "dispatches again because an instance could not be reached",
 }
 MOVE_ROWS = {
+    "crashes": "schedulers that raised",
+    "freezes": f"instances of which schedulers, or all processes, were frozen for {STILL_S:g} s",
+    "blackholes": f"instances whose proxy let nothing through for {STILL_S:g} s",
     "failed_no_instance": "failed, as no instance was left",
+    "failed_to_blame": "failed, as a scheduler had raised before they had shown anything",
     "hops": "hops to another instance",
 }
 CHAOS_CHECKS = {
@@ -335,7 +373,12 @@ CHAOS_CHECKS = {
 def page(result: Result) -> str:
     rows = [[text, f"{result[name]:,.0f}"] for name, text in CHAOS_ROWS.items()]
     if result.get("moves"):
-        rows += [[text, f"{result[name]:,.0f}"] for name, text in MOVE_ROWS.items()]
+        rows += [[text, f"{result[name]:,.0f}"] for name, text in MOVE_ROWS.items() if name in result]
+        if "longest_silence_s" in result:
+            silence = f"{result['longest_silence_s']:.1f} / {result['longest_wait_s']:.1f} s"
+            rows.append(
+                ["longest that a stream stood still / waited to begin, beyond the device's longest pass", silence]
+            )
     if "restarted" in result:
         rows.append(["failed at a router that was ended, or was not back", f"{result['failed_at_router_restart']:,}"])
         restarts = zip(result["restarted"], result["moves_after_restart"], strict=True)

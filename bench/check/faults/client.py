@@ -16,9 +16,11 @@ from bench.check.faults.bodies import Body, make_ids
 from bench.harness.load_client import Answer, StreamClient, sleep_until
 from bench.harness.replay import Planned
 from bench.harness.steps import Row
+from pla_sglang.profiles import load_profile
 
 OVER_S = 600.0  # for a whole answer, of real time
 OPENED_GAP_S = 0.02  # between two streams of a wave
+CHUNK_TOKENS = 8192  # ``--chunked-prefill-size`` of an emulated engine that is not told another
 GONE = "gone"  # the error of a request whose client went away on purpose
 SHOWN = 10
 
@@ -179,6 +181,25 @@ def describe_streams(streams: Sequence[Stream]) -> Row:
         "longest_gap_s": round(max(gaps_s), 3) if gaps_s else None,
         "errors": errors[:SHOWN],
     }
+
+
+def longest_pass_s(profile: str, time_scale: float) -> float:
+    """Of an emulated engine, seconds of this machine: a prompt that fills a whole chunk. Raises ProfileError."""
+    return time_scale * load_profile(profile).prefill_s(CHUNK_TOKENS, CHUNK_TOKENS**2)
+
+
+def find_silences(streams: Sequence[Stream], pass_s: float) -> dict[str, float]:
+    """Seconds beyond a pass of the device: the longest between two events of a stream, or until it ended, and the
+    longest until a stream began. What a device does before that, for others, is not taken off."""
+    begun = [stream for stream in streams if stream.token_s]
+    gaps_s = [
+        later_s - sooner_s
+        for stream in begun
+        for sooner_s, later_s in pairwise([*stream.token_s, stream.ended_s or stream.token_s[-1]])
+    ]
+    waits_s = [stream.token_s[0] - (stream.sent_s or 0.0) for stream in begun]
+    longest = {"longest_silence_s": max(gaps_s, default=0.0), "longest_wait_s": max(waits_s, default=0.0)}
+    return {name: round(max(0.0, longest_s - pass_s), 3) for name, longest_s in longest.items()}
 
 
 async def until(done: Callable[[], bool], *, limit_s: float, what: str) -> None:

@@ -11,11 +11,12 @@ import signal
 import sys
 import time
 import urllib.parse
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+import psutil
 
 from bench.check.faults.client import Stream
 from bench.check.faults.routers import Routers
@@ -26,6 +27,9 @@ from pla_sglang.common.errors import PlaError
 from pla_sglang.testing.server import HttpError, fetch
 
 DOWN_S = 3.0  # from a kill to the order to start again
+STILL_S = 20.0  # for which an instance is frozen, or cannot be reached
+KILL, CRASH, FREEZE, FREEZE_ALL, BLACKHOLE = "kill", "crash", "freeze", "freeze_all", "blackhole"  # of the table
+SCHEDULER = "sglang::scheduler"  # as SGLang names the process
 DEAD_POLL_S, POLL_S = 0.005, 0.03
 PAIRED_LIMIT_S, EMPTY_S, END_S = 300.0, 120.0, 60.0  # of real time
 
@@ -82,12 +86,23 @@ def is_paired(rows: Sequence[Mapping[str, Any]], count: int) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Kill:
-    """An instance that was killed. Times are of ``time.monotonic``, which all processes of a machine share."""
+    """An instance that was ended. Times are of ``time.monotonic``, which all processes of a machine share."""
 
     name: str
     at_s: float  # when it was ordered
     # When nobody listened there any more. The kernel closes sockets last when a process ends, so a request that is sent
     # before that is accepted by a process that is dead.
+    over_s: float
+    crashed: bool = False  # its scheduler raised
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Standstill:
+    """An instance that stood still for a while, or what goes through to it. ``fault``: of the table."""
+
+    fault: str
+    name: str
+    at_s: float
     over_s: float
 
 
@@ -103,8 +118,8 @@ class Fleet:
     Attributes:
         start_s: when the run began; 0 until then.
         aborted: requests for which an abort was sent.
-        paired_s: from the order to start a stateless instance again until it and all others are connected, by name; of
-            several the longest.
+        paired_s: from the order to start a stateless instance again, or from the end of its standstill, until it and
+            all others are ready and connected, by name; of several the longest.
     """
 
     def __init__(
@@ -122,6 +137,7 @@ class Fleet:
         self.start_s = 0.0
         self.aborted: set[str] = set()
         self.kills: list[Kill] = []
+        self.standstills: list[Standstill] = []
         self.paired_s: dict[str, float] = {}
         self._down: dict[str, asyncio.Lock] = {}  # from a kill until it is back
 
@@ -142,10 +158,11 @@ class Fleet:
         return [instance["url"] for instance in self.described["instances"] if instance["kind"] in kinds]
 
     def instance(self, what: str) -> Row:
-        """By its name or address, as it is now: the file is kept up to date."""
+        """By its name or address, as it is now: the file is kept up to date. The file has no proxies."""
         assert self.state is not None, "its processes are known"
+        name = next((one["name"] for one in self.described["instances"] if one["url"] == what), what)
         instances = json.loads(self.state.read_text(encoding="utf-8"))["instances"]
-        return dict(next(one for one in instances if what in (one["name"], one["url"])))
+        return dict(next(one for one in instances if name in (one["name"], one["url"])))
 
     def find_instance(self, rid: str) -> Row:
         """Where a request is, or was last."""
@@ -170,14 +187,57 @@ class Fleet:
         self.kills.append(Kill(name, at_s, over_s))
         say(f"killed {name}; its sockets were closed after {over_s - at_s:.2f} s")
 
+    async def crash(self, name: str) -> None:
+        """Its scheduler raises at its next pass; until all of it has ended, which SGLang takes its time for."""
+        instance, at_s = self.instance(name), time.monotonic()
+        os.kill(find_schedulers(instance["pid"])[0], signal.SIGUSR1)  # pla_sglang/sim/emulate/hooks.py
+        over_s = await wait_until_closed(instance["url"], poll_s=POLL_S)
+        self.kills.append(Kill(name, at_s, over_s, crashed=True))
+        say(f"the scheduler of {name} raised; its sockets were closed after {over_s - at_s:.2f} s")
+
     async def kill_for_a_while(self, name: str) -> None:
-        """It is started again, and connected with all others. One that is down is killed when it is back."""
+        await self._end_for_a_while(name, self.kill)
+
+    async def crash_for_a_while(self, name: str) -> None:
+        await self._end_for_a_while(name, self.crash)
+
+    async def _end_for_a_while(self, name: str, end: Callable[[str], Awaitable[None]]) -> None:
+        """It is started again, and connected with all others. One that is down is ended when it is back."""
         async with self._down.setdefault(name, asyncio.Lock()):
-            await self.kill(name)
+            await end(name)
             await asyncio.sleep(DOWN_S)
             try:
                 await self.start_again(name)
             except (PlaError, TimeoutError) as error:  # the bench shows that it was late
+                say(str(error))
+
+    async def freeze(self, name: str) -> None:
+        """Its schedulers, and nothing else of it."""
+        await self._stand_still(FREEZE, name, lambda: find_schedulers(self.instance(name)["pid"]))
+
+    async def freeze_all(self, name: str) -> None:
+        await self._stand_still(FREEZE_ALL, name, lambda: find_processes(self.instance(name)["pid"]))
+
+    async def cut_off(self, name: str) -> None:
+        """Its proxy: nothing goes through, and nothing is closed."""
+        proxies = {one["name"]: one["proxy_pid"] for one in self.described["instances"]}
+        await self._stand_still(BLACKHOLE, name, lambda: [proxies[name]])
+
+    async def _stand_still(self, fault: str, name: str, find: Callable[[], list[int]]) -> None:
+        """For ``STILL_S``, and until it serves again. However it is ended, the processes go on."""
+        async with self._down.setdefault(name, asyncio.Lock()):
+            pids, at_s = find(), time.monotonic()
+            try:
+                send_signal(pids, signal.SIGSTOP)
+                await asyncio.sleep(STILL_S)
+            finally:
+                send_signal(pids, signal.SIGCONT)
+                over_s = time.monotonic()
+                self.standstills.append(Standstill(fault, name, at_s, over_s))
+            say(f"{fault} of {name} is over after {over_s - at_s:.2f} s")
+            try:
+                await self._wait_until_back(name, over_s)
+            except TimeoutError as error:  # the bench shows that it was late
                 say(str(error))
 
     async def start_again(self, name: str) -> None:
@@ -186,12 +246,16 @@ class Fleet:
         if (status := await restart_instance(name, self.state)) != 0:
             raise PlaError(f"{name} was not started again: status {status}")
         say(f"{name} is back")
+        await self._wait_until_back(name, ordered_s)
+
+    async def _wait_until_back(self, name: str, since_s: float) -> None:
+        """For its router, where it is a stateless one. Raises TimeoutError."""
         if (count := len(self.urls_of("stateless"))) and self.instance(name)["kind"] == "stateless":
             while not is_paired(await asyncio.to_thread(self._read_rows), count):
-                if time.monotonic() > ordered_s + PAIRED_LIMIT_S:
+                if time.monotonic() > since_s + PAIRED_LIMIT_S:
                     raise TimeoutError(f"{name} is not connected with all others after {PAIRED_LIMIT_S:g} s")
                 await asyncio.sleep(POLL_S)
-            paired_s = time.monotonic() - ordered_s
+            paired_s = time.monotonic() - since_s
             self.paired_s[name] = max(self.paired_s.get(name, 0.0), paired_s)
             say(f"{name} is paired with all others after {paired_s:.1f} s")
 
@@ -218,7 +282,33 @@ async def restart_instance(name: str, state: Path | None) -> int:
     return await restart.wait()
 
 
-async def wait_until_closed(url: str) -> float:
+def find_schedulers(pid: int) -> list[int]:
+    """``pid``: of an engine. Raises PlaError where there is none."""
+    found = [child.pid for child in psutil.Process(pid).children(recursive=True) if is_scheduler(child)]
+    if not found:
+        raise PlaError(f"process {pid} has no scheduler")
+    return found
+
+
+def is_scheduler(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return "".join(process.cmdline()[:1]).startswith(SCHEDULER)
+    return False
+
+
+def find_processes(pid: int) -> list[int]:
+    """Of an engine, the one that serves HTTP first."""
+    return [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
+
+
+def send_signal(pids: Sequence[int], number: signal.Signals) -> None:
+    """Those that have ended do not matter."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+async def wait_until_closed(url: str, *, poll_s: float = DEAD_POLL_S) -> float:
     """When nobody listens at the address any more."""
     address = urllib.parse.urlsplit(url)
     while True:
@@ -227,4 +317,4 @@ async def wait_until_closed(url: str) -> float:
         except OSError:
             return time.monotonic()
         writer.transport.abort()
-        await asyncio.sleep(DEAD_POLL_S)
+        await asyncio.sleep(poll_s)

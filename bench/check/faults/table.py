@@ -10,7 +10,9 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
+import itertools
 import math
+import random
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
@@ -18,7 +20,7 @@ from typing import Any
 import aiohttp
 
 from bench.check.faults.client import GONE, OVER_S, FaultClient, Stream, describe_streams, until
-from bench.check.faults.fleet import Fleet, Kill, order
+from bench.check.faults.fleet import BLACKHOLE, CRASH, FREEZE, FREEZE_ALL, KILL, STILL_S, Fleet, Kill, order
 from bench.check.faults.routers import CONTROL, WHOLE
 from bench.check.leftovers import abort_request
 from bench.harness.load_client import START_DELAY_S, sleep_until
@@ -32,6 +34,7 @@ TRANSFER_MARKS = (
     "Decode transfer failed",
     "bootstrap failed",
 )
+BLAME_MARK = "died in what may have been its first pass"  # of the router, which gives such a request to nobody
 ALONE_MARKS = ("no other instance can go on with it", "no instance")  # of the router, where none is left
 SHOWN = 5
 Story = Mapping[str, Any]  # of a request, as the router tells it
@@ -105,6 +108,18 @@ def was_without_router(fleet: Fleet, stream: Stream, ask: Callable[[], Story]) -
 
 def was_alone(fleet: Fleet, stream: Stream, ask: Callable[[], Story]) -> bool:
     return fleet.moves and any(mark in f"{stream.error} {ask().get('detail', '')}" for mark in ALONE_MARKS)
+
+
+def was_to_blame(fleet: Fleet, stream: Stream, ask: Callable[[], Story]) -> bool:
+    """For all that the router knows: a scheduler raised, and the request had shown nothing."""
+    if stream.token_s or not any(kill.crashed and _overlaps(stream, kill) for kill in fleet.kills):
+        return False
+    return BLAME_MARK in f"{stream.error} {ask().get('detail', '')}"
+
+
+def _overlaps(stream: Stream, kill: Kill) -> bool:
+    sent_s, ended_s = stream.sent_s or 0.0, stream.ended_s or 0.0
+    return sent_s <= kill.over_s + CLOCK_S and ended_s >= kill.at_s
 
 
 def was_killed(fleet: Fleet, stream: Stream, ask: Callable[[], Story]) -> bool:
@@ -201,7 +216,49 @@ _ALL = (
         count="failed_no_instance",
     ),
     Fault(
-        name="kill",
+        name=CRASH,
+        benches="chaos --moves, survive",
+        when="as `kill`, in its place",
+        where="as `kill`",
+        done="its scheduler raises (SIGUSR1 to an emulated one), started again when all of it has ended",
+        must=WHOLE_ANSWER,
+        excused="what had shown nothing there, as the router says: it may be the cause",
+        act=Fleet.crash_for_a_while,
+        explains=was_to_blame,
+        count="failed_to_blame",
+    ),
+    Fault(
+        name=FREEZE,
+        benches="chaos --moves, survive, hops",
+        when="as `kill`, in its place; once while instances drain",
+        where="as `kill`; an instance that is drawn",
+        done=f"SIGSTOP of its schedulers, SIGCONT {STILL_S:g} s later",
+        must=WHOLE_ANSWER,
+        excused=NOBODY,
+        act=Fleet.freeze,
+    ),
+    Fault(
+        name=FREEZE_ALL,
+        benches="chaos --moves, survive",
+        when="as `kill`, in its place",
+        where="as `kill`",
+        done=f"SIGSTOP of all its processes, SIGCONT {STILL_S:g} s later",
+        must=WHOLE_ANSWER,
+        excused=NOBODY,
+        act=Fleet.freeze_all,
+    ),
+    Fault(
+        name=BLACKHOLE,
+        benches="chaos --moves, survive",
+        when="as `kill`, in its place",
+        where="a TCP proxy before it",
+        done=f"it neither reads, answers nor closes for {STILL_S:g} s; the path of KV stays open",
+        must=WHOLE_ANSWER,
+        excused=NOBODY,
+        act=Fleet.cut_off,
+    ),
+    Fault(
+        name=KILL,
         benches="chaos, survive",
         when="evenly over the run; a random token of a random stream",
         where="instances in turns; the one of that stream",
@@ -273,6 +330,20 @@ _ALL = (
     ),
 )
 FAULTS = {fault.name: fault for fault in _ALL}
+
+
+OTHER_KILLS = (CRASH, FREEZE, FREEZE_ALL, BLACKHOLE)
+
+
+def choose_kills(count: int, seed: object) -> list[str]:
+    """By which of the faults an instance is lost, each time: half by SIGKILL, half by the others in turn, in an order
+    that ``seed`` decides."""
+    rng = random.Random(f"kills-{seed}")
+    first = rng.randrange(len(OTHER_KILLS))
+    chosen = [*itertools.islice(itertools.cycle(OTHER_KILLS), first, first + count // 2)]
+    chosen += [KILL] * (count - len(chosen))
+    rng.shuffle(chosen)
+    return chosen
 
 
 # -- at their moments --------------------------------------------------------------------------------------------------

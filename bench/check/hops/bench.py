@@ -10,8 +10,8 @@ client was shown is compared, field by field, with the answer that the same body
 legs, holds, pages, gauges and totals of the engines have to be back at zero, and their leak checks silent.
 
 Settings (``--settings``; 3,000 requests for the first, 500 for each other): small KV pools with forced retraction,
-mixed passes under the temporal schedule, no overlap schedule, pages of 16, two tensor ranks, and a router that drains
-one instance after the other, whose ledger has to balance.
+mixed passes under the temporal schedule, no overlap schedule, pages of 16, two tensor ranks, and a router, whose ledger
+has to balance. It drains one instance after the other, once the schedulers of one have been frozen for a while.
 
 ``pause_*``: from the last token before a move to the first behind it, of one request that moves there and back beside
 others that stay, by its context; ``bound_s`` is the link's time, two decode steps and 150 ms.
@@ -95,7 +95,8 @@ def run_part(part: storm.Part, described: dict[str, Any], options: Options, adva
     log = options.out / f"hops-router-{part.name}.log"
     with servers.running_router(storm.ROUTER, described, log) as url:
         servers.wait_until_paired(url)
-        row = asyncio.run(storm.run_routed_part(part, described, url, advance))
+        state = options.out / f"hops-{part.setting.name}-{part.model}.state.json"
+        row = asyncio.run(storm.run_routed_part(part, described, url, state, advance))
     row["leftovers"] += [f"router: {line}" for line in find_errors(log)[:5]]
     return row
 

@@ -7,14 +7,16 @@ import contextlib
 import dataclasses
 import itertools
 import os
+import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 
 from bench.check.faults.client import FaultClient, Stream
-from bench.check.faults.fleet import Fleet
+from bench.check.faults.fleet import FREEZE, Fleet
 from bench.check.faults.table import Due, drain_for_a_while, inject
 from bench.check.hops.instances import Instances
 from bench.check.hops.judge import Reference, Row, judge_rides, judge_routed, make_references
@@ -27,6 +29,7 @@ from pla_sglang.testing.server import HttpError, fetch
 
 AT_ONCE = 24  # requests that run at a time
 APART_S = 0.3  # from one drain to the next
+BEGUN_S = 2.0  # after which streams are frozen
 ROUTER = servers.Router("pla", "round-robin", ("--migration", "on"))
 PREFIX = "hops"
 
@@ -123,8 +126,11 @@ async def ride_all(instances: Instances, lives: Sequence[Life], prefix: str, on_
 # -- through a router that drains instance after instance --------------------------------------------------------------
 
 
-async def run_routed_part(part: Part, described: dict[str, Any], url: str, on_done: Callable[[], None]) -> Row:
-    """As ``run_part``; it is the router at ``url`` that moves what runs at an instance which drains."""
+async def run_routed_part(
+    part: Part, described: dict[str, Any], url: str, state: Path, on_done: Callable[[], None]
+) -> Row:
+    """As ``run_part``; it is the router at ``url`` that moves what runs at an instance which drains, or whose scheduler
+    is frozen. ``state``: the file of the cluster."""
     lives = part.plan()
     before = fetch(f"{url}/metrics")
     async with open_session() as http:
@@ -132,8 +138,8 @@ async def run_routed_part(part: Part, described: dict[str, Any], url: str, on_do
         references, errors = await ask_references(instances, lives, f"{PREFIX}-ref-{part.name}", marked=False)
         await instances.wait_until_at_rest()
         streams = [Stream(rid=f"{PREFIX}-{part.name}-{life.index:06d}", body=life.body) for life in lives]
-        fleet = Fleet(described | {"url": url}, streams=streams)
-        drains = await _storm_router(fleet, lives, on_done)
+        fleet = Fleet(described | {"url": url}, state, streams=streams)
+        drains = await _storm_router(fleet, lives, on_done, frozen=random.Random(part.name).choice(instances.names))
         rest = await wait_until_at_rest({**described, "url": url})
         left = [*rest.details, *await instances.wait_until_at_rest()]
     after = fetch(f"{url}/metrics")
@@ -157,8 +163,11 @@ async def run_routed_part(part: Part, described: dict[str, Any], url: str, on_do
     }
 
 
-async def _storm_router(fleet: Fleet, lives: Sequence[Life], on_done: Callable[[], None]) -> Counter[str]:
-    """All streams, while one instance after the other is drained; the answers to these orders."""
+async def _storm_router(
+    fleet: Fleet, lives: Sequence[Life], on_done: Callable[[], None], *, frozen: str
+) -> Counter[str]:
+    """All streams, while the schedulers of one instance are frozen, and then one after the other is drained; the
+    answers to these orders."""
     places, counts = asyncio.Semaphore(AT_ONCE), Counter[str]()
 
     async def send(client: FaultClient, life: Life, stream: Stream) -> None:
@@ -167,7 +176,7 @@ async def _storm_router(fleet: Fleet, lives: Sequence[Life], on_done: Callable[[
             group.create_task(client.send(stream))
         on_done()
 
-    drains = asyncio.create_task(drain_in_turns(fleet, counts))
+    drains = asyncio.create_task(freeze_and_drain(fleet, counts, frozen))
     try:
         async with FaultClient(fleet.url, timeout_s=2 * STEP_LIMIT_S) as client, asyncio.TaskGroup() as group:
             for life, stream in zip(lives, fleet.streams.values(), strict=True):
@@ -185,6 +194,14 @@ def plan_end(life: Life, rid: str) -> list[Due]:
         return []
     events, end = life.events[-1]
     return [Due("leave" if end in (Event.LEAVE, Event.LEAVE_HELD) else "abort_routed", rid, events=events)]
+
+
+async def freeze_and_drain(fleet: Fleet, counts: Counter[str], frozen: str) -> None:
+    """Until cancelled; at the end every instance serves again."""
+    await asyncio.sleep(BEGUN_S)  # streams have begun
+    await fleet.freeze(frozen)
+    counts[FREEZE] += 1
+    await drain_in_turns(fleet, counts)
 
 
 async def drain_in_turns(fleet: Fleet, counts: Counter[str]) -> None:

@@ -28,6 +28,7 @@ class EmulatedDevice:
         self.timeline = Timeline()
         self.log = StepLog()
         self.series: DeviceSeries | None = None
+        self.is_broken = False
         self._prefill_graph = prefill_graph
 
     def cost_s(self, shape: StepShape) -> float:
@@ -41,7 +42,18 @@ class EmulatedDevice:
     def _has_graph(self, shape: StepShape) -> bool:
         return self._prefill_graph or shape.requests == 0
 
+    def break_down(self) -> None:
+        """From now on it fails, as a GPU does after an illegal access: its host finds that at its next pass."""
+        self.is_broken = True
+
+    def require_whole(self) -> None:
+        """Raises RuntimeError where it is broken."""
+        if self.is_broken:
+            raise RuntimeError("the emulated device has failed (SIGUSR1)")
+
     def launch(self, shape: StepShape, now_s: float) -> Span:
+        """Raises RuntimeError where it is broken."""
+        self.require_whole()
         before_s = self.time_scale * self.profile.pass_s if shape.new_tokens else 0.0
         span = self.timeline.launch(self.cost_s(shape) - before_s, now_s, before_s)
         if self.series is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 import time
 from collections.abc import Callable
 from typing import Any
@@ -66,6 +67,7 @@ def after_on_idle(result: Any, scheduler: Any) -> None:
     them the sleep is short, as on a rank that gets its messages from another rank.
     """
     mine, inbox = device(), _inbox(scheduler)
+    mine.require_whole()
     mine.timeline.rest()
     nap_s = min(MAX_NAP_S, NAP_S * mine.time_scale)
     if not inbox.sockets:
@@ -148,6 +150,8 @@ def after_get_init_info(info: dict[str, Any], scheduler: Any) -> dict[str, Any]:
     verify_this_process()
     lighten(scheduler.req_to_token_pool)
     mine = device()
+    # Not raised where the signal finds the scheduler, which might be within what catches mistakes of one request.
+    signal.signal(signal.SIGUSR1, lambda number, frame: mine.break_down())
     profile = mine.profile
     logger.warning(
         "pla_sglang: EMULATED device, not a GPU: profile %s, time scale %g (%s)",

@@ -75,6 +75,14 @@ def test_the_first_launch_has_no_gap_and_an_unused_line_no_share() -> None:
     assert Timeline().launch(1.0, now_s=5.0).gap_s == 0.0
 
 
+def test_a_broken_device_fails_at_the_next_pass() -> None:
+    device = EmulatedDevice(load_profile(PROFILE), time_scale=1.0, prefill_graph=False)
+    device.launch(StepShape(batch=1), 1.0)
+    device.break_down()
+    with pytest.raises(RuntimeError, match="has failed"):
+        device.launch(StepShape(batch=1), 2.0)
+
+
 def test_step_errors_run_from_result_to_result() -> None:
     log = StepLog()
     log.observe(Span(0.0, 0.0, 1.0, 0.0), seen_s=1.1)  # from its launch: 10 % late
