@@ -3,7 +3,8 @@
 Requests at twice the capacity. Two mock instances serve 4 requests at a time in 0.4 s and else refuse as SGLang does.
 Two emulated engines have ``--max-queued-requests 4``. Both forms of request are offered to each, whole and streamed:
 first to the instances in turn, then to our router before them. Then six malformed requests are sent beside good ones,
-and six malformed streams, whose head an instance has sent before it finds the mistake and breaks off.
+and six malformed streams, whose head an instance has sent before it finds the mistake and breaks off. Last, ten clients
+send nothing but mistakes of 30 kinds beside good requests, at three fleets (``mistakes.py``).
 The last line of stdout is one JSON object.
 """
 
@@ -20,14 +21,17 @@ from typing import Any
 
 import aiohttp
 
+from bench.check import mistakes
 from bench.harness.bench import Result, measuring
 from bench.harness.cli import add_emulated_device, add_output, add_quick, device_flags
 from bench.harness.report import device_conditions, emit, environment, markdown, say, show
 from bench.harness.servers import Router, running_cluster, running_router
+from pla_sglang.common.errors import ConfigError
 from pla_sglang.testing.mock_instance import running_mocks
 from pla_sglang.testing.server import open_url
 
 GOAL = 0.97
+OVERLOAD, MISTAKES = PARTS = ("overload", "mistakes")
 MALFORMED = {"text": "a", "sampling_params": {"temperature": "x"}}
 MALFORMED_COUNT = 6
 REQUEST_TIMEOUT_S = 120.0
@@ -40,6 +44,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mock-rate", type=float, default=40.0, help="requests/s to both mocks together")
     parser.add_argument("--engine-rate", type=float, default=20.0, help="the same to engines, divided by --time-scale")
     parser.add_argument("--rounds", type=int, default=2, help="straight and through the router, at engines")
+    parser.add_argument("--parts", default=",".join(PARTS), help="comma-separated")
+    parser.add_argument("--fleets", default=",".join(mistakes.FLEETS), help="comma-separated, for the mistakes")
+    parser.add_argument("--mistake-rounds", type=int, default=3, help="good requests alone, and beside mistakes")
+    parser.add_argument("--good", type=int, default=mistakes.GOOD_REQUESTS, help="requests beside mistakes, a round")
     add_emulated_device(parser, time_scale=2.0)
     add_output(parser, seed=1)
     add_quick(parser)
@@ -99,6 +107,7 @@ class Findings:
     router: dict[str, Counter[str]] = field(default_factory=dict)
     malformed: dict[str, Counter[str]] = field(default_factory=dict)
     opened: float = 0.0
+    mistakes: dict[str, dict[str, Any]] = field(default_factory=dict)  # by fleet
 
     def others_failed(self) -> int:
         """Good requests that were not served beside malformed ones."""
@@ -125,11 +134,26 @@ def measure(findings: Findings, name: str, instances: Sequence[str], router: str
 
 
 def run(options: argparse.Namespace) -> int:
+    """Raises ConfigError, ServerError."""
+    parts, fleets = ([name for name in text.split(",") if name] for text in (options.parts, options.fleets))
+    for flag, names, known in (("--parts", parts, PARTS), ("--fleets", fleets, tuple(mistakes.FLEETS))):
+        if unknown := [name for name in names if name not in known]:
+            raise ConfigError(f"{flag} {unknown[0]!r} is not known; allowed: {', '.join(known)}")
     if options.quick:
-        options.duration_s, options.rounds = 3.0, 1
+        options.duration_s, options.rounds, options.mistake_rounds, options.good = 3.0, 1, 1, 20
     options.out.mkdir(parents=True, exist_ok=True)
-    rng, findings = random.Random(options.seed), Findings()
-    with running_mocks("crowded", "crowded") as mocks, measuring():
+    findings = Findings()
+    with measuring():
+        if OVERLOAD in parts:
+            measure_overload(findings, options)
+        if MISTAKES in parts:
+            findings.mistakes = mistakes.run_fleets(fleets, options.mistake_rounds, options)
+    return report(findings, options)
+
+
+def measure_overload(findings: Findings, options: argparse.Namespace) -> None:
+    rng = random.Random(options.seed)
+    with running_mocks("crowded", "crowded") as mocks:
         named: dict[str, Any] = {"instances": [{"name": url, "kind": "unified", "url": url} for url in mocks.urls]}
         load = Load(options.mock_rate, round(options.mock_rate * options.duration_s), 0, rng)
         log = options.out / "overload_router.mocks.log"
@@ -137,33 +161,39 @@ def run(options: argparse.Namespace) -> int:
             measure(findings, "mocks", mocks.urls, router, load, 1)
     fleet = ["--unified", "2", "--router", "pla", "--policy", "round-robin", "--max-queued-requests", "4"]
     flags = [*fleet, *device_flags(options.profile, options.time_scale)]
-    with running_cluster(flags, options.out, "overload_router") as described, measuring():
+    with running_cluster(flags, options.out, "overload_router") as described:
         urls = [instance["url"] for instance in described["instances"]]
         rate = options.engine_rate / options.time_scale
         load = Load(rate, round(rate * options.duration_s), PROMPT_TOKENS, rng)
         measure(findings, "engines", urls, described["url"], load, options.rounds)
-    return report(findings, options)
 
 
 def report(findings: Findings, options: argparse.Namespace) -> int:
     shares = {form: findings.router[form]["served"] / direct["served"] for form, direct in findings.direct.items()}
-    names = ("seed", "profile", "time_scale", "duration_s", "mock_rate", "engine_rate", "rounds")
+    names = ("seed", "profile", "time_scale", "duration_s", "mock_rate", "engine_rate", "rounds", "mistake_rounds")
+    summed = mistakes.sum_up(findings.mistakes)
     result = {
         "bench": "overload_router",
         **{name: getattr(options, name) for name in names},
-        "served_share": min(shares.values()),
+        "served_share": min(shares.values(), default=None),
         "served_shares": shares,
         "others_failed": findings.others_failed(),
-        "breaker_opened": findings.opened,
+        **summed,
+        "breaker_opened": findings.opened + summed["mistakes_opened"],
         "direct": findings.direct,
         "router": findings.router,
         "malformed": findings.malformed,
+        "mistakes_by_fleet": findings.mistakes,
         "environment": environment(),
     }
-    show("served at twice the capacity", HEADER, table_rows(result))
+    if shares:
+        show("served at twice the capacity", HEADER, table_rows(result))
+    if findings.mistakes:
+        show("good requests beside mistakes", mistakes.HEADER, mistakes.table_rows(findings.mistakes))
     emit(result, "overload_router", options.out)
-    good = result["served_share"] >= GOAL and not result["others_failed"] and not findings.opened
-    return 0 if good else 1
+    good = all(share >= GOAL for share in shares.values()) and not result["others_failed"]
+    right = not findings.mistakes or mistakes.is_right(summed)
+    return 0 if good and right and not result["breaker_opened"] else 1
 
 
 HEADER = ("instances, requests", "offered", "served straight", "served through the router", "share")
@@ -187,7 +217,10 @@ def page(result: Result) -> str:
         f"Beside {malformed} malformed requests, {result['others_failed']} of {good:,} good ones were not served. "
         f"Breakers opened: {result['breaker_opened']:g}."
     )
-    return f"{markdown(HEADER, table_rows(result))}\n\n{text}\n\n{device_conditions(result)}"
+    tables = [markdown(HEADER, table_rows(result)), text]
+    if fleets := result.get("mistakes_by_fleet"):
+        tables.append(markdown(mistakes.HEADER, mistakes.table_rows(fleets)))
+    return "\n\n".join([*tables, device_conditions(result)])
 
 
 PAGES = {"overload_router": page}

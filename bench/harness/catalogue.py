@@ -13,7 +13,7 @@ _ALL = (
     Bench("check.find_instances_live", "35 min", "engines, traces", results="emulated"),
     Bench("check.flips", "30 min", "engines", results="emulated"),
     Bench("check.hops.bench", "35 min", "engines", results="emulated"),
-    Bench("check.overload_router", "5 min", "engines", results="emulated"),
+    Bench("check.overload_router", "15 min", "engines", results="emulated"),
     Bench("check.parity", "6 min", "engines"),
     Bench("check.poison.bench", "40 min", "engines"),
     Bench("check.router_clients", "3 min", "engines"),
