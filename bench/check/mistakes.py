@@ -54,58 +54,67 @@ class Mistake:
     content: bytes
 
 
-def list_mistakes() -> list[Mistake]:
-    """Each streamed and not. The chain model has 2,048 tokens, and a context of 262,144."""
-    ids = list(range(100, 140))
-    sampling: Row = {"temperature": 0, "max_new_tokens": 4}
-    sampled: dict[str, Row] = {
-        "unknown": {"no_such": 1},
-        "ill_typed": {"temperature": "hot"},
-        "text_for_count": {"max_new_tokens": "4"},
-    }
-    sampled |= {"stop": {"stop": 5}, "n": {"n": "2"}, "top_k": {"top_k": "2"}, "logit_bias": {"logit_bias": [1]}}
-    bodies: dict[str, tuple[str, Row]] = {
-        f"generate_{name}": (GENERATE, {"input_ids": ids, "sampling_params": sampling | fields})
-        for name, fields in sampled.items()
-    }
-    wrong: dict[str, Row] = {
+IDS = list(range(100, 140))
+SAMPLING: Row = {"temperature": 0, "max_new_tokens": 4}
+USUAL: dict[str, Row] = {
+    GENERATE: {"input_ids": IDS, "sampling_params": SAMPLING},
+    CHAT: {"model": "chain", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4},
+    COMPLETIONS: {"model": "chain", "prompt": "hello", "max_tokens": 4},
+}
+SAMPLING_MISTAKES: dict[str, Row] = {
+    "unknown": {"no_such": 1},
+    "ill_typed": {"temperature": "hot"},
+    "text_for_count": {"max_new_tokens": "4"},
+    "stop": {"stop": 5},
+    "n": {"n": "2"},
+    "top_k": {"top_k": "2"},
+    "logit_bias": {"logit_bias": [1]},
+}
+# The chain model has 2,048 tokens, and a context of 262,144.
+MISTAKES: dict[str, dict[str, Row]] = {
+    GENERATE: {
+        **{name: {"sampling_params": SAMPLING | fields} for name, fields in SAMPLING_MISTAKES.items()},
         "top_logprobs": {"return_logprob": True, "top_logprobs_num": 1_000_000},
         "empty_prompt": {"input_ids": [[]]},
-        "empty_prompt_in_batch": {"input_ids": [ids, []]},
+        "empty_prompt_in_batch": {"input_ids": [IDS, []]},
         "unknown_token": {"input_ids": [99_999_999]},
         "negative_token": {"input_ids": [5, -5]},
         "session": {"session_params": {"id": "conversation-7"}},
         "too_long": {"input_ids": [5] * 300_000},
         "lora": {"lora_path": "nobody-has-this"},
-    }
-    usual: Row = {"input_ids": ids, "sampling_params": sampling}
-    bodies |= {f"generate_{name}": (GENERATE, usual | fields) for name, fields in wrong.items()}
-    said: Row = {"model": "chain", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
-    chats: dict[str, Row] = {
+    },
+    CHAT: {
         "ill_typed": {"temperature": "hot"},
         "messages": {"messages": "hello"},
         "logit_bias": {"logit_bias": [1]},
-    }
-    chats |= {"top_logprobs": {"logprobs": True, "top_logprobs": 1_000_000}, "max_tokens": {"max_tokens": "many"}}
-    bodies |= {f"chat_{name}": (CHAT, said | fields) for name, fields in chats.items()}
-    asked: Row = {"model": "chain", "prompt": "hello", "max_tokens": 4}
-    texts: dict[str, Row] = {"empty_prompt": {"prompt": [[]]}, "no_prompt": {"prompt": []}}
-    texts |= {"stop": {"stop": 5}, "unknown_token": {"prompt": [99_999_999]}, "n": {"n": "two"}}
-    bodies |= {f"completions_{name}": (COMPLETIONS, asked | fields) for name, fields in texts.items()}
-    paths: dict[str, Row] = {
-        "/v1/score": {"query": "a", "items": ["b"], "label_token_ids": [1, 2], "model": "chain"},
-        "/v1/embeddings": {"input": "hello", "model": "chain"},
-        "/v1/rerank": {"query": "a", "documents": ["b"], "model": "chain"},
-        "/classify": {"text": "hello"},
-        "/encode": {"text": "hello"},
-    }
-    bodies |= {path.rpartition("/")[2]: (path, fields) for path, fields in paths.items()}
+        "top_logprobs": {"logprobs": True, "top_logprobs": 1_000_000},
+        "max_tokens": {"max_tokens": "many"},
+    },
+    COMPLETIONS: {
+        "empty_prompt": {"prompt": [[]]},
+        "no_prompt": {"prompt": []},
+        "stop": {"stop": 5},
+        "unknown_token": {"prompt": [99_999_999]},
+        "n": {"n": "two"},
+    },
+    # Of other kinds of model. Scores a generating one gives by itself.
+    "/v1/score": {"": {"query": "a", "items": ["b"], "label_token_ids": [1, 2], "model": "chain"}},
+    "/v1/embeddings": {"": {"input": "hello", "model": "chain"}},
+    "/v1/rerank": {"": {"query": "a", "documents": ["b"], "model": "chain"}},
+    "/classify": {"": {"text": "hello"}},
+    "/encode": {"": {"text": "hello"}},
+}
+
+
+def list_mistakes() -> list[Mistake]:
+    """Each streamed and not."""
     made = [
-        Mistake(f"{name}{end}", path, msgspec.json.encode(fields | further))
-        for name, (path, fields) in bodies.items()
-        for end, further in (("", {}), ("_streamed", {"stream": True}))
+        Mistake(f"{path} {name}{end}", path, msgspec.json.encode(USUAL.get(path, {}) | fields | further))
+        for path, by_name in MISTAKES.items()
+        for name, fields in by_name.items()
+        for end, further in (("", {}), (" streamed", {"stream": True}))
     ]
-    made += [Mistake(f"bad_json_{path.rpartition('/')[2]}", path, b'{"input_ids": [1, 2') for path in (GENERATE, CHAT)]
+    made += [Mistake(f"{path} bad_json", path, b'{"input_ids": [1, 2') for path in (GENERATE, CHAT)]
     return [*made, Mistake("unknown_path", "/v1/nothing", b"{}")]
 
 

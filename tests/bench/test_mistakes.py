@@ -47,8 +47,8 @@ def test_a_client_makes_them_all_until_it_is_over(monkeypatch: pytest.MonkeyPatc
 
     answers = asyncio.run(run())
     assert sorted(seen) == sorted((mistake.path, mistake.content) for mistake in made)
-    assert answers["encode: 200 error"] == 1
-    assert answers["score_streamed: 200"] == 1
+    assert answers["/encode : 200 error"] == 1
+    assert answers["/v1/score  streamed: 200"] == 1
     assert answers.total() == len(made)
 
 
