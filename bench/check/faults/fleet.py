@@ -174,10 +174,13 @@ class Fleet:
     async def abort(self, rid: str) -> None:
         """At every instance that prefills: an operator does not know which one has it."""
         self.aborted.add(rid)
-        async with aiohttp.ClientSession(trust_env=False) as http:
-            for url in self.urls_of("prefill", "stateless"):
-                with contextlib.suppress(aiohttp.ClientError, OSError):  # it has been killed
-                    await abort_request(http, url, rid)
+        async with aiohttp.ClientSession(trust_env=False) as http, asyncio.TaskGroup() as group:
+            for url in self.urls_of("prefill", "stateless"):  # at once: one may be frozen
+                group.create_task(self._abort_at(http, url, rid))
+
+    async def _abort_at(self, http: aiohttp.ClientSession, url: str, rid: str) -> None:
+        with contextlib.suppress(aiohttp.ClientError, OSError):  # it has been killed
+            await abort_request(http, url, rid)
 
     async def kill(self, name: str) -> None:
         """SIGKILL; until nobody listens there any more."""
