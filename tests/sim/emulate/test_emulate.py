@@ -210,6 +210,9 @@ def test_a_rank_without_an_inbox_takes_short_naps(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(hooks.time, "sleep", naps_s.append)
     hooks.after_on_idle(None, host)
     assert naps_s == [pytest.approx(0.002)]
+    hooks.device().break_down()
+    with pytest.raises(RuntimeError, match="has failed"):
+        hooks.after_on_idle(None, host)
 
 
 def test_transfers_share_a_link() -> None:
