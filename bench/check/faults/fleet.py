@@ -139,7 +139,8 @@ class Fleet:
         self.kills: list[Kill] = []
         self.standstills: list[Standstill] = []
         self.paired_s: dict[str, float] = {}
-        self._down: dict[str, asyncio.Lock] = {}  # from a kill until it is back
+        self._down: dict[str, asyncio.Lock] = {}  # from a kill until it is paired again
+        self._out: set[str] = set()  # from a kill or the begin of a standstill until its end
 
     @property
     def url(self) -> str:
@@ -207,6 +208,7 @@ class Fleet:
     async def _end_for_a_while(self, name: str, end: Callable[[str], Awaitable[None]]) -> None:
         """It is started again, and connected with all others. One that is down is ended when it is back."""
         async with self._down.setdefault(name, asyncio.Lock()):
+            self._out.add(name)
             await end(name)
             await asyncio.sleep(DOWN_S)
             try:
@@ -230,6 +232,7 @@ class Fleet:
         """For ``STILL_S``, and until it serves again. However it is ended, the processes go on."""
         async with self._down.setdefault(name, asyncio.Lock()):
             pids, at_s = find(), time.monotonic()
+            self._out.add(name)
             try:
                 send_signal(pids, signal.SIGSTOP)
                 await asyncio.sleep(STILL_S)
@@ -252,11 +255,15 @@ class Fleet:
         await self._wait_until_back(name, ordered_s)
 
     async def _wait_until_back(self, name: str, since_s: float) -> None:
-        """For its router, where it is a stateless one. Raises TimeoutError."""
+        """For its router, where it is a stateless one. While another one is out, it cannot be paired with all, so its
+        time begins after that. Raises TimeoutError."""
+        self._out.discard(name)
         if (count := len(self.urls_of("stateless"))) and self.instance(name)["kind"] == "stateless":
             while not is_paired(await asyncio.to_thread(self._read_rows), count):
                 if time.monotonic() > since_s + PAIRED_LIMIT_S:
                     raise TimeoutError(f"{name} is not connected with all others after {PAIRED_LIMIT_S:g} s")
+                if self._out:
+                    since_s = time.monotonic()
                 await asyncio.sleep(POLL_S)
             paired_s = time.monotonic() - since_s
             self.paired_s[name] = max(self.paired_s.get(name, 0.0), paired_s)
