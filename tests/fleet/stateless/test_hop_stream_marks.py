@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fastapi.responses import JSONResponse
 from fleet.stateless.splice_scene import (
     CHAT,
     COMPLETIONS,
@@ -189,6 +190,17 @@ def test_a_client_that_leaves_before_the_first_new_token_leaves_nothing_behind(k
         return instance
 
     assert asyncio.run(leave()).manager.closed == ["r"]
+
+
+def test_what_the_host_refuses_before_it_streams_is_refused_as_the_host_does() -> None:
+    """SGLang 0.5.23 compares a body with the fields of its API, and answers without a stream."""
+
+    async def refuse(obj: Any, request: Any) -> JSONResponse:
+        return JSONResponse({"error": "temperature"}, 400)
+
+    obj = GenerateReqInput(**body_of(GENERATE, "r", MOVABLE))
+    manager = instance_of().manager
+    assert asyncio.run(streams.answer_generate(refuse, manager, obj, None)).status_code == 400
 
 
 def test_what_the_host_refuses_is_refused_as_the_host_does() -> None:
