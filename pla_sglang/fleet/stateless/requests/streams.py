@@ -8,7 +8,6 @@ from http import HTTPStatus
 from typing import Any
 
 from fastapi import HTTPException
-from fastapi.responses import StreamingResponse
 
 from pla_sglang.common.errors import ConfigError
 from pla_sglang.fleet.stateless.requests.chunks import Endpoint, Feed, RefusedAnswerError, read_steps
@@ -161,7 +160,7 @@ async def answer_generate(endpoint: Any, manager: Any, obj: Any, request: Any) -
     """The answer of the host's ``endpoint``, with its body marked where it is to be. A refusal is no stream."""
     stream = open_stream(manager, obj, Kind.GENERATE) if obj.stream else None
     response = await endpoint(obj, request)
-    if stream is None or not isinstance(response, StreamingResponse):
+    if stream is None or not hasattr(response, "body_iterator"):
         return response
     body = stream.mark_events(response.body_iterator)
     response.body_iterator = await _begin(body) if stream.is_continued else body
