@@ -48,7 +48,7 @@ from bench.check.faults.fleet import (
     wait_until_empty,
 )
 from bench.check.faults.proxy import running_behind_proxies
-from bench.check.faults.table import FAULTS, choose_kills
+from bench.check.faults.table import FAULTS, choose_kills, describe_silence
 from bench.check.leftovers import sum_series
 from bench.harness import cli, report, servers
 from bench.harness.bench import Result, measuring
@@ -119,7 +119,7 @@ def run_step(fleet: Fleet, key: Mapping[str, Any], options: Options) -> Row:
     else:
         row = asyncio.run(lose_at_random(fleet, streams, rng, act))
     row |= find_silences(streams, longest_pass_s(options.profile, options.time_scale))
-    counts = {name: value for name, value in row.items() if name != "hops"}
+    counts = {name: value for name, value in row.items() if name not in ("hops", "silence")}
     report.say(f"{name}: {counts}, {len(row['hops'])} hops")
     return row | {"plugin_commit": report.environment()["plugin_commit"]}
 
@@ -182,7 +182,8 @@ def describe_wave(fleet: Fleet, streams: Sequence[Stream]) -> Row:
     stories = [explain_request(fleet.url, stream.rid) for stream in streams]
     hops = [hop for story in stories for hop in find_hops(story)]
     return describe_streams(streams) | {
-        "hops": [{"why": hop["cause"], "tokens": hop["delivered_tokens"], "gap_s": hop["gap_s"]} for hop in hops]
+        "hops": [{"why": hop["cause"], "tokens": hop["delivered_tokens"], "gap_s": hop["gap_s"]} for hop in hops],
+        "silence": describe_silence(fleet, streams),
     }
 
 
@@ -221,6 +222,7 @@ def sum_up(pairs: Sequence[tuple[Row, Row]], time_scale: float) -> Row:
     result |= {"killed": acts[KILL], "crashes": acts[CRASH], "freezes": acts[FREEZE] + acts[FREEZE_ALL]}
     result |= {"blackholes": acts[BLACKHOLE]}
     result |= {name: max((row[name] for row in kills), default=0.0) for name in SILENCES}
+    result["longest_silence"] = max(kills, key=lambda row: row["longest_silence_s"], default={"silence": ""})["silence"]
     result["streams_hit"] = sum(len(row["hops"]) for row in kills)
     result["tokens_wrong"] = sum(row["tokens_wrong"] for row in rows)
     result["bytes_wrong"] = sum(row.get("bytes_wrong", 0) for row in rows)  # steps that were kept before have none

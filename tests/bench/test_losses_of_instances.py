@@ -22,7 +22,7 @@ import pytest
 
 from bench.check.faults import fleet as fleets
 from bench.check.faults.bodies import make_ids
-from bench.check.faults.client import Stream, find_silences, longest_pass_s
+from bench.check.faults.client import Stream, find_silence, find_silences, longest_pass_s
 from bench.check.faults.fleet import Fleet, Kill, find_processes, find_schedulers
 from bench.check.faults.proxy import HOST, Proxy, running_proxies
 from bench.check.faults.table import FAULTS, KILL, OTHER_KILLS, choose_kills, judge
@@ -258,5 +258,6 @@ def test_the_longest_silence_is_beyond_a_pass() -> None:
     never = failed(3, "", token_s=[], ended_s=99.0)
     streams = [still, ends_late, late, never]
     assert find_silences(streams, 1.0) == {"longest_silence_s": 2.8, "longest_wait_s": 1.0}
+    assert find_silence(still) == (3.5, 10.5)
     assert find_silences([never], 1.0) == {"longest_silence_s": 0.0, "longest_wait_s": 0.0}
     assert longest_pass_s("h100-llama3.1-8b-tp1", 4.0) == 4.0 * longest_pass_s("h100-llama3.1-8b-tp1", 1.0) > 0.5

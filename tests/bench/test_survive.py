@@ -23,13 +23,14 @@ def test_chats_take_turns() -> None:
 
 
 KILL = {"streams": 8, "completed": 8, "tokens": 900, "tokens_wrong": 0, "errors": [], "plugin_commit": "c"}
-KILL |= {"longest_silence_s": 0.5, "longest_wait_s": 0.25}
+KILL |= {"longest_silence_s": 0.5, "longest_wait_s": 0.25, "silence": "r1"}
 EMPTY = KILL | {"hops": [], "streams_here": 8, "streams_left": 8, "empty_s": 6.0, "ended_s": None, "aborted": 0.0}
 
 
 def pairs_of(**changes: Any) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     hops = [{"why": "survive", "tokens": 1, "gap_s": gap_s} for gap_s in (0.5, 0.25, None)]
     frozen = KILL | {"hops": [{"why": "survive", "tokens": 1, "gap_s": 6.5}], "longest_silence_s": 6.0}
+    frozen["silence"] = "r7: 6.2 s"
     steps = [({"act": "kill"}, KILL | {"hops": hops}), ({"act": "freeze_all"}, frozen)]
     return [*steps, ({"act": "drain"}, EMPTY), ({"act": "sigterm"}, EMPTY | {"ended_s": 11.0} | changes)]
 
@@ -40,6 +41,7 @@ def test_figures_of_the_steps() -> None:
     assert (result["gap_p50_s"], result["drain_s"], result["sigterm_s"], result["ended_s"]) == (0.375, 2.0, 2.0, 11.0)
     assert (result["crashes"], result["freezes"], result["blackholes"]) == (0, 1, 0)
     assert (result["longest_silence_s"], result["longest_wait_s"]) == (6.0, 0.25)
+    assert result["longest_silence"] == "r7: 6.2 s"
     assert result["drain_aborted"] == 0
     assert survive.is_right(result)
     assert not survive.is_right(survive.sum_up(pairs_of(completed=7), 3.0))

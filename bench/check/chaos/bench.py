@@ -34,7 +34,7 @@ from bench.check.faults.client import GONE, Stream, find_silences, longest_pass_
 from bench.check.faults.fleet import BLACKHOLE, CRASH, FREEZE, FREEZE_ALL, KILL, STILL_S, Fleet
 from bench.check.faults.proxy import running_behind_proxies, running_proxies
 from bench.check.faults.routers import Routers, plan_restarts
-from bench.check.faults.table import Due, choose_kills, judge, send_and_inject
+from bench.check.faults.table import Due, choose_kills, describe_silence, judge, send_and_inject
 from bench.check.leftovers import ClusterLeftovers, sum_series, wait_until_at_rest
 from bench.check.parity import workload
 from bench.harness.bench import Result, is_complete, measuring
@@ -220,7 +220,7 @@ def run(options: argparse.Namespace) -> int:
         say("failed: no prefix cache had anything to compare with the oracle")
     still = options.moves and result["longest_silence_s"] >= STILL_S
     if still:
-        say(f"failed: a stream stood still for {result['longest_silence_s']:.1f} s")
+        say(f"failed: a stream stood still: {result['longest_silence']}")
     wrong = result["tokens_wrong"] or result["bytes_wrong"] or result.get("cache_entries_wrong") or found.rest.details
     return 0 if not (result["failed_wrongly"] or wrong or unseen or late or idle or still) else 1
 
@@ -258,6 +258,7 @@ class Found:
     retries: dict[str, float]
     freed: list[Freed]
     pass_s: float  # the longest of the device, of real time
+    silence: str  # the longest
 
     def list_lost(self) -> list[tuple[str, str]]:
         """By which fault which instance was lost, in the order of the times."""
@@ -271,6 +272,7 @@ class Found:
         faults = Counter(fault for fault, _ in self.list_lost())
         made |= {"crashes": faults[CRASH], "freezes": faults[FREEZE] + faults[FREEZE_ALL]}
         made |= {"blackholes": faults[BLACKHOLE], **find_silences(self.streams, self.pass_s)}
+        made["longest_silence"] = self.silence
         if self.caches is not None:
             made |= dataclasses.asdict(self.caches)
         if (routers := self.fleet.routers) is not None:
@@ -298,6 +300,7 @@ def look_into(described: dict[str, Any], options: argparse.Namespace, routers: R
     rest = add_up([asyncio.run(wait_until_at_rest(described | {"url": url})) for url in urls])
     verdict = judge(fleet, streams)
     counts = [read_retry_counts(url) for url in urls]
+    silence = describe_silence(fleet, streams)
     retries = {name: sum(of_one[name] for of_one in counts) for name in counts[0]}
     if routers is not None:
         for number in range(len(urls)):
@@ -306,7 +309,7 @@ def look_into(described: dict[str, Any], options: argparse.Namespace, routers: R
     probes = options.abort_probes if is_complete() and not options.stateless else 0
     freed = asyncio.run(measure_decode_free(fleet, probes, options.seed))
     pass_s = longest_pass_s(options.profile, options.time_scale)
-    return Found(fleet, streams, verdict, caches, rest, retries, freed, pass_s)
+    return Found(fleet, streams, verdict, caches, rest, retries, freed, pass_s, silence)
 
 
 def add_up(rests: Sequence[ClusterLeftovers]) -> ClusterLeftovers:

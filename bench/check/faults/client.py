@@ -192,14 +192,18 @@ def find_silences(streams: Sequence[Stream], pass_s: float) -> dict[str, float]:
     """Seconds beyond a pass of the device: the longest between two events of a stream, or until it ended, and the
     longest until a stream began. What a device does before that, for others, is not taken off."""
     begun = [stream for stream in streams if stream.token_s]
-    gaps_s = [
-        later_s - sooner_s
-        for stream in begun
-        for sooner_s, later_s in pairwise([*stream.token_s, stream.ended_s or stream.token_s[-1]])
-    ]
     waits_s = [stream.token_s[0] - (stream.sent_s or 0.0) for stream in begun]
+    gaps_s = [find_silence(stream)[0] for stream in begun]
     longest = {"longest_silence_s": max(gaps_s, default=0.0), "longest_wait_s": max(waits_s, default=0.0)}
     return {name: round(max(0.0, longest_s - pass_s), 3) for name, longest_s in longest.items()}
+
+
+def find_silence(stream: Stream) -> tuple[float, float]:
+    """The longest between two events, or until it ended, and when that began; 0 of one without any."""
+    times_s = list(stream.token_s)
+    if times_s and stream.ended_s is not None:
+        times_s.append(stream.ended_s)
+    return max(((later_s - sooner_s, sooner_s) for sooner_s, later_s in pairwise(times_s)), default=(0.0, 0.0))
 
 
 async def until(done: Callable[[], bool], *, limit_s: float, what: str) -> None:

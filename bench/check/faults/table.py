@@ -19,7 +19,7 @@ from typing import Any
 
 import aiohttp
 
-from bench.check.faults.client import GONE, OVER_S, FaultClient, Stream, describe_streams, until
+from bench.check.faults.client import GONE, OVER_S, FaultClient, Stream, describe_streams, find_silence, until
 from bench.check.faults.fleet import BLACKHOLE, CRASH, FREEZE, FREEZE_ALL, KILL, STILL_S, Fleet, Kill, order
 from bench.check.faults.routers import CONTROL, WHOLE
 from bench.check.leftovers import abort_request
@@ -37,6 +37,7 @@ TRANSFER_MARKS = (
 BLAME_MARK = "died in what may have been its first pass"  # of the router, which gives such a request to nobody
 ALONE_MARKS = ("no other instance can go on with it", "no instance")  # of the router, where none is left
 SHOWN = 5
+ATTEMPT = ("decode", "cause", "state", "over", "delivered_tokens", "decided_s", "ended_s", "gap_s")
 Story = Mapping[str, Any]  # of a request, as the router tells it
 Explains = Callable[[Fleet, Stream, Callable[[], Story]], bool]  # the story is asked for only where it is needed
 
@@ -418,6 +419,16 @@ def judge(fleet: Fleet, streams: Sequence[Stream]) -> dict[str, Any]:
     failed = sum(count for name, count in counts.items() if name not in ON_PURPOSE)
     totals = {name: told[name] for name in ("completed", "tokens_wrong", "bytes_wrong")} | {"failed": failed}
     return totals | counts | {"failed_wrongly": wrongly, "errors": errors[:SHOWN]}
+
+
+def describe_silence(fleet: Fleet, streams: Sequence[Stream]) -> str:
+    """Whose was the longest, and where the request was; times are CLOCK_MONOTONIC's, as in the story."""
+    if not streams:
+        return ""
+    stream = max(streams, key=find_silence)
+    silence_s, since_s = find_silence(stream)
+    attempts = [{name: one.get(name) for name in ATTEMPT} for one in fleet.explain(stream).get("attempts", ())]
+    return f"{stream.rid}: {silence_s:.2f} s from {since_s:.2f} on, attempts {attempts}"
 
 
 def describe_failure(stream: Stream, story: Story) -> str:
