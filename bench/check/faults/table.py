@@ -231,7 +231,7 @@ _ALL = (
     Fault(
         name=FREEZE,
         benches="chaos --moves, survive, hops",
-        when="as `kill`, in its place; once while instances drain",
+        when="as `kill`, in its place; all streams have begun",
         where="as `kill`; an instance that is drawn",
         done=f"SIGSTOP of its schedulers, SIGCONT {STILL_S:g} s later",
         must=WHOLE_ANSWER,

@@ -11,7 +11,7 @@ legs, holds, pages, gauges and totals of the engines have to be back at zero, an
 
 Settings (``--settings``; 3,000 requests for the first, 500 for each other): small KV pools with forced retraction,
 mixed passes under the temporal schedule, no overlap schedule, pages of 16, two tensor ranks, and a router, whose ledger
-has to balance. It drains one instance after the other, once the schedulers of one have been frozen for a while.
+has to balance. It drains one instance after the other; then the schedulers of one are frozen for a while.
 
 ``pause_*``: from the last token before a move to the first behind it, of one request that moves there and back beside
 others that stay, by its context; ``bound_s`` is the link's time, two decode steps and 150 ms.

@@ -8,6 +8,7 @@ import dataclasses
 import itertools
 import os
 import random
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -29,7 +30,7 @@ from pla_sglang.testing.server import HttpError, fetch
 
 AT_ONCE = 24  # requests that run at a time
 APART_S = 0.3  # from one drain to the next
-BEGUN_S = 2.0  # after which streams are frozen
+BEGUN_S = 0.5  # of streams, until their instance is frozen
 ROUTER = servers.Router("pla", "round-robin", ("--migration", "on"))
 PREFIX = "hops"
 
@@ -130,7 +131,7 @@ async def run_routed_part(
     part: Part, described: dict[str, Any], url: str, state: Path, on_done: Callable[[], None]
 ) -> Row:
     """As ``run_part``; it is the router at ``url`` that moves what runs at an instance which drains, or whose scheduler
-    is frozen. ``state``: the file of the cluster."""
+    is frozen. ``state``: the file of the cluster, which knows its process."""
     lives = part.plan()
     before = fetch(f"{url}/metrics")
     async with open_session() as http:
@@ -166,9 +167,10 @@ async def run_routed_part(
 async def _storm_router(
     fleet: Fleet, lives: Sequence[Life], on_done: Callable[[], None], *, frozen: str
 ) -> Counter[str]:
-    """All streams, while the schedulers of one instance are frozen, and then one after the other is drained; the
-    answers to these orders."""
-    places, counts = asyncio.Semaphore(AT_ONCE), Counter[str]()
+    """Half of the streams while one instance after the other is drained, then half while the schedulers of one are
+    frozen. Counts the answers to the orders, and the freeze."""
+    places, counts, half = asyncio.Semaphore(AT_ONCE), Counter[str](), len(lives) // 2
+    pairs = list(zip(lives, fleet.streams.values(), strict=True))
 
     async def send(client: FaultClient, life: Life, stream: Stream) -> None:
         async with places, asyncio.TaskGroup() as group:
@@ -176,16 +178,21 @@ async def _storm_router(
             group.create_task(client.send(stream))
         on_done()
 
-    drains = asyncio.create_task(freeze_and_drain(fleet, counts, frozen))
-    try:
-        async with FaultClient(fleet.url, timeout_s=2 * STEP_LIMIT_S) as client, asyncio.TaskGroup() as group:
-            for life, stream in zip(lives, fleet.streams.values(), strict=True):
+    async with FaultClient(fleet.url, timeout_s=2 * STEP_LIMIT_S) as client:
+        drains = asyncio.create_task(drain_in_turns(fleet, counts))
+        try:
+            async with asyncio.TaskGroup() as group:
+                for life, stream in pairs[:half]:
+                    group.create_task(send(client, life, stream))
+        finally:
+            drains.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await drains
+        async with asyncio.TaskGroup() as group:
+            group.create_task(inject(fleet, [Due(FREEZE, frozen, at_s=time.perf_counter() + BEGUN_S)]))
+            for life, stream in pairs[half:]:
                 group.create_task(send(client, life, stream))
-    finally:
-        drains.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await drains
-    return counts
+    return counts + Counter(still.fault for still in fleet.standstills)
 
 
 def plan_end(life: Life, rid: str) -> list[Due]:
@@ -194,14 +201,6 @@ def plan_end(life: Life, rid: str) -> list[Due]:
         return []
     events, end = life.events[-1]
     return [Due("leave" if end in (Event.LEAVE, Event.LEAVE_HELD) else "abort_routed", rid, events=events)]
-
-
-async def freeze_and_drain(fleet: Fleet, counts: Counter[str], frozen: str) -> None:
-    """Until cancelled; at the end every instance serves again."""
-    await asyncio.sleep(BEGUN_S)  # streams have begun
-    await fleet.freeze(frozen)
-    counts[FREEZE] += 1
-    await drain_in_turns(fleet, counts)
 
 
 async def drain_in_turns(fleet: Fleet, counts: Counter[str]) -> None:
