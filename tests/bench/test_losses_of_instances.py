@@ -255,9 +255,10 @@ def test_the_longest_silence_is_beyond_a_pass() -> None:
     still = failed(0, "", token_s=[10.0, 10.5, 14.0], ended_s=14.1)
     ends_late = failed(1, "", token_s=[9.2], ended_s=13.0)
     late = failed(2, "", token_s=[11.0], ended_s=11.1)
-    never = failed(3, "", token_s=[], ended_s=99.0)
-    streams = [still, ends_late, late, never]
+    never = failed(3, "status 502", token_s=[], ended_s=75.0)
+    streams = [still, ends_late, late]
     assert find_silences(streams, 1.0) == {"longest_silence_s": 2.8, "longest_wait_s": 1.0}
     assert find_silence(still) == (3.5, 10.5)
-    assert find_silences([never], 1.0) == {"longest_silence_s": 0.0, "longest_wait_s": 0.0}
+    assert find_silences([*streams, never], 1.0) == {"longest_silence_s": 2.8, "longest_wait_s": 65.0}
+    assert find_silences([], 1.0) == {"longest_silence_s": 0.0, "longest_wait_s": 0.0}
     assert longest_pass_s("h100-llama3.1-8b-tp1", 4.0) == 4.0 * longest_pass_s("h100-llama3.1-8b-tp1", 1.0) > 0.5

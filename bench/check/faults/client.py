@@ -190,19 +190,26 @@ def longest_pass_s(profile: str, time_scale: float) -> float:
 
 def find_silences(streams: Sequence[Stream], pass_s: float) -> dict[str, float]:
     """Seconds beyond a pass of the device: the longest between two events of a stream, or until it ended, and the
-    longest until a stream began. What a device does before that, for others, is not taken off."""
-    begun = [stream for stream in streams if stream.token_s]
-    waits_s = [stream.token_s[0] - (stream.sent_s or 0.0) for stream in begun]
-    gaps_s = [find_silence(stream)[0] for stream in begun]
+    longest until a stream began, or ended without a word. What a device does before that, for others, is not taken
+    off."""
+    waits_s = [
+        times_s[0] - stream.sent_s
+        for stream in streams
+        if stream.sent_s is not None and (times_s := list_times(stream))
+    ]
+    gaps_s = [find_silence(stream)[0] for stream in streams]
     longest = {"longest_silence_s": max(gaps_s, default=0.0), "longest_wait_s": max(waits_s, default=0.0)}
     return {name: round(max(0.0, longest_s - pass_s), 3) for name, longest_s in longest.items()}
 
 
+def list_times(stream: Stream) -> list[float]:
+    """Of its events and its end."""
+    return [*stream.token_s, *([] if stream.ended_s is None else [stream.ended_s])]
+
+
 def find_silence(stream: Stream) -> tuple[float, float]:
     """The longest between two events, or until it ended, and when that began; 0 of one without any."""
-    times_s = list(stream.token_s)
-    if times_s and stream.ended_s is not None:
-        times_s.append(stream.ended_s)
+    times_s = list_times(stream)
     return max(((later_s - sooner_s, sooner_s) for sooner_s, later_s in pairwise(times_s)), default=(0.0, 0.0))
 
 
