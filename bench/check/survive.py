@@ -11,13 +11,12 @@ drain and the signal are steps; finished ones are kept in ``--out``.
 
 ``completed``: streams with their whole answer; ``tokens_wrong``: tokens or letters that are not those of one unmoved
 answer. ``gap_p50_s``, ``gap_p99_s``: from the last event of an instance that got SIGKILL to the first one of the next,
-in seconds of this machine, which tells of its processes as much as of the devices; ``longest_silence_s``,
-``longest_wait_s``: between two events of a stream, and until the first or the end, however its instance was lost, beyond the
-longest pass of the device. ``drain_s``, ``sigterm_s``: device
-time from the order until the router has nothing at the instance; ``ended_s``: until its process has ended, in seconds
-of this machine (SGLang looks every 5 s whether it may). ``drain_aborted``: streams without their whole answer, and
-orders to abort. The exit status is 1 where a stream failed or stood still as long as its instance, a token was wrong,
-or anything was aborted.
+in seconds of this machine, which tells of its processes as much as of the devices. ``longest_silence_s``,
+``longest_wait_s``: between two events of a stream, and until the first or the end, however its instance was lost,
+beyond the longest pass of the device. ``drain_s``, ``sigterm_s``: device time from the order until the router has
+nothing at the instance; ``ended_s``: until its process has ended, in seconds of this machine (SGLang looks every 5 s
+whether it may). ``drain_aborted``: streams without their whole answer, and orders to abort. The exit status is 1 where
+a stream failed or stood still as long as its instance, a token was wrong, or anything was aborted.
 """
 
 from __future__ import annotations
