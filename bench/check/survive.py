@@ -47,7 +47,7 @@ from bench.check.faults.fleet import (
     wait_until_empty,
 )
 from bench.check.faults.proxy import running_behind_proxies
-from bench.check.faults.table import FAULTS, choose_kills, describe_silence
+from bench.check.faults.table import FAULTS, choose_kills, describe_silence, was_to_blame
 from bench.check.leftovers import sum_series
 from bench.harness import cli, report, servers
 from bench.harness.bench import Result, measuring
@@ -180,7 +180,10 @@ def describe_wave(fleet: Fleet, streams: Sequence[Stream]) -> Row:
     """Counts, and all hops with their gaps in seconds of this machine."""
     stories = [explain_request(fleet.url, stream.rid) for stream in streams]
     hops = [hop for story in stories for hop in find_hops(story)]
-    return describe_streams(streams) | {
+    row = describe_streams(streams)
+    failed = [(stream, story) for stream, story in zip(streams, stories, strict=True) if stream.error is not None]
+    return row | {
+        "failed_to_blame": sum(was_to_blame(fleet, stream, story.copy) for stream, story in failed),
         "hops": [{"why": hop["cause"], "tokens": hop["delivered_tokens"], "gap_s": hop["gap_s"]} for hop in hops],
         "silence": describe_silence(fleet, streams),
     }
@@ -217,7 +220,7 @@ def sum_up(pairs: Sequence[tuple[Row, Row]], time_scale: float) -> Row:
     acts = Counter(key["act"] for key, _ in pairs)
     hops = [hop for key, row in pairs if key["act"] == KILL for hop in row["hops"]]
     gaps_s = [hop["gap_s"] for hop in hops if hop["gap_s"] is not None]
-    result: Row = {name: sum(row[name] for row in kills) for name in ("streams", "completed", "tokens")}
+    result: Row = {name: sum(row[name] for row in kills) for name in KILL_SUMS}
     result |= {"killed": acts[KILL], "crashes": acts[CRASH], "freezes": acts[FREEZE] + acts[FREEZE_ALL]}
     result |= {"blackholes": acts[BLACKHOLE]}
     result |= {name: max((row[name] for row in kills), default=0.0) for name in SILENCES}
@@ -245,12 +248,15 @@ def sum_up(pairs: Sequence[tuple[Row, Row]], time_scale: float) -> Row:
 def is_right(result: Result) -> bool:
     wrong = result["tokens_wrong"] or result["bytes_wrong"] or result["drain_aborted"]
     stands = result["longest_silence_s"] >= STILL_S
-    return result["completed"] == result["streams"] and not wrong and not stands
+    whole = result["completed"] + result["failed_to_blame"] == result["streams"]
+    return whole and not wrong and not stands
 
 
+KILL_SUMS = ("streams", "completed", "failed_to_blame", "tokens")
 SILENCES = ("longest_silence_s", "longest_wait_s")
 ROWS = (
-    *("streams", "killed", "crashes", "freezes", "blackholes", "streams_hit", "completed", "tokens", "tokens_wrong"),
+    *("streams", "killed", "crashes", "freezes", "blackholes", "streams_hit", "completed"),
+    *("failed_to_blame", "tokens", "tokens_wrong"),
     *("gap_p50_s", "gap_p99_s", *SILENCES),
     *("drain_s", "drain_streams_here", "drain_streams_left"),
     *("sigterm_s", "sigterm_streams_here", "sigterm_streams_left", "ended_s", "drain_aborted"),

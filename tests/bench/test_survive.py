@@ -23,7 +23,7 @@ def test_chats_take_turns() -> None:
 
 
 KILL = {"streams": 8, "completed": 8, "tokens": 900, "tokens_wrong": 0, "errors": [], "plugin_commit": "c"}
-KILL |= {"longest_silence_s": 0.5, "longest_wait_s": 0.25, "silence": "r1"}
+KILL |= {"failed_to_blame": 0, "longest_silence_s": 0.5, "longest_wait_s": 0.25, "silence": "r1"}
 EMPTY = KILL | {"hops": [], "streams_here": 8, "streams_left": 8, "empty_s": 6.0, "ended_s": None, "aborted": 0.0}
 
 
@@ -49,6 +49,9 @@ def test_figures_of_the_steps() -> None:
     assert not survive.is_right(survive.sum_up(pairs_of(tokens_wrong=1), 3.0))
     assert not survive.is_right(survive.sum_up(pairs_of(bytes_wrong=1), 3.0))
     assert not survive.is_right(result | {"longest_silence_s": 20.0}), "as long as its instance was frozen"
+    crashed = pairs_of()
+    crashed[1] = ({"act": "crash"}, crashed[1][1] | {"completed": 7, "failed_to_blame": 1})
+    assert survive.is_right(survive.sum_up(crashed, 3.0)), "the scheduler may have died of it"
     some = survive.sum_up(pairs_of()[1:2], 3.0)
     assert (some["gap_p99_s"], some["drain_s"], some["sigterm_s"], some["drain_aborted"]) == (None, None, None, 0)
     about = {"instances": 3, "policy": "p", "wave": 8, "profile": "x", "time_scale": 3.0, "seed": 0}

@@ -363,7 +363,7 @@ MOVE_ROWS = {
     "freezes": f"instances of which schedulers, or all processes, were frozen for {STILL_S:g} s",
     "blackholes": f"instances whose proxy let nothing through for {STILL_S:g} s",
     "failed_no_instance": "failed, as no instance was left",
-    "failed_to_blame": "failed, as a scheduler had raised before they had shown anything",
+    "failed_to_blame": "failed, as a scheduler may have died of them",
     "hops": "hops to another instance",
 }
 CHAOS_CHECKS = {

@@ -34,7 +34,7 @@ TRANSFER_MARKS = (
     "Decode transfer failed",
     "bootstrap failed",
 )
-BLAME_MARK = "died in what may have been its first pass"  # of the router, which gives such a request to nobody
+BLAME_MARKS = ("died in what may have been its first pass", "died while it ran nothing else")  # of the router
 ALONE_MARKS = ("no other instance can go on with it", "no instance")  # of the router, where none is left
 SHOWN = 5
 ATTEMPT = ("decode", "cause", "state", "over", "delivered_tokens", "decided_s", "ended_s", "gap_s")
@@ -112,10 +112,10 @@ def was_alone(fleet: Fleet, stream: Stream, ask: Callable[[], Story]) -> bool:
 
 
 def was_to_blame(fleet: Fleet, stream: Stream, ask: Callable[[], Story]) -> bool:
-    """For all that the router knows: a scheduler raised, and the request had shown nothing."""
-    if stream.token_s or not any(kill.crashed and _overlaps(stream, kill) for kill in fleet.kills):
+    """For all that the router knows: a scheduler raised, and the request had shown nothing, or had been alone there."""
+    if not any(kill.crashed and _overlaps(stream, kill) for kill in fleet.kills):
         return False
-    return BLAME_MARK in f"{stream.error} {ask().get('detail', '')}"
+    return any(mark in f"{stream.error} {ask().get('detail', '')}" for mark in BLAME_MARKS)
 
 
 def _overlaps(stream: Stream, kill: Kill) -> bool:
@@ -223,7 +223,7 @@ _ALL = (
         where="as `kill`",
         done="its scheduler raises (SIGUSR1 to an emulated one), started again when all of it has ended",
         must=WHOLE_ANSWER,
-        excused="what had shown nothing there, as the router says: it may be the cause",
+        excused="what it may have died of, as the router says",
         act=Fleet.crash_for_a_while,
         explains=was_to_blame,
         count="failed_to_blame",
