@@ -264,7 +264,7 @@ ROWS = (
 
 
 def table(result: Result) -> report.Cells:
-    return ["figure", "value"], [[f"`{name}`", report.number(result.get(name))] for name in ROWS]
+    return ["figure", "value"], [[f"`{name}`", report.number(result[name])] for name in ROWS if name in result]
 
 
 def page(result: Result) -> str:
