@@ -25,7 +25,7 @@ from bench.check.faults.bodies import make_ids
 from bench.check.faults.client import Stream, find_silence, find_silences, longest_pass_s
 from bench.check.faults.fleet import Fleet, Kill, find_processes, find_schedulers
 from bench.check.faults.proxy import HOST, Proxy, running_proxies
-from bench.check.faults.table import FAULTS, KILL, OTHER_KILLS, choose_kills, judge
+from bench.check.faults.table import FAULTS, KILL, OTHER_KILLS, choose_kills, describe_silence, judge
 from pla_sglang.common.errors import PlaError
 from pla_sglang.fleet.cluster.ports import free_port
 from pla_sglang.sim import chain
@@ -265,3 +265,18 @@ def test_the_longest_silence_is_beyond_a_pass() -> None:
     assert find_silences([*streams, never], 1.0) == {"longest_silence_s": 2.8, "longest_wait_s": 65.0}
     assert find_silences([], 1.0) == {"longest_silence_s": 0.0, "longest_wait_s": 0.0}
     assert longest_pass_s("h100-llama3.1-8b-tp1", 4.0) == 4.0 * longest_pass_s("h100-llama3.1-8b-tp1", 1.0) > 0.5
+
+
+def test_whose_silence_was_the_longest(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = list[str]()
+
+    def explain(url: str, rid: str) -> dict[str, Any]:
+        asked.append(rid)
+        return {"attempts": [{"decode": "a:1", "cause": "dispatch", "over": "lost"}]}
+
+    monkeypatch.setattr(fleets, "explain_request", explain)
+    streams = [failed(0, "", token_s=[9.5], ended_s=10.0), failed(1, "", token_s=[9.5, 14.0], ended_s=14.5)]
+    said = describe_silence(Fleet({"url": "http://r", "instances": []}), streams)
+    assert said.startswith("r1: 4.50 s from 9.50 on")
+    assert "'over': 'lost'" in said
+    assert asked == ["r1"]

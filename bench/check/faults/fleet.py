@@ -152,8 +152,8 @@ class Fleet:
         return [self.url] if self.routers is None else self.routers.urls
 
     def router_of(self, stream: Stream) -> int:
-        """Several routers get requests in turns."""
-        return self._numbers[stream.rid] % len(self.router_urls)
+        """Several routers get requests in turns; one that the fleet was not told of has gone to the first."""
+        return self._numbers.get(stream.rid, 0) % len(self.router_urls)
 
     def urls_of(self, *kinds: str) -> list[str]:
         return [instance["url"] for instance in self.described["instances"] if instance["kind"] in kinds]
