@@ -125,6 +125,7 @@ WORKER: Mapping[str, str] = {
 MOVE: Mapping[str, str] = {  # of requests; policies have reasons of their own
     "lost": "The instance where it ran was lost.",
     "broken": "The connection to its instance has ended amid its answer.",
+    "silent": "The instance where it ran said nothing any more.",
     "aborted": "Its instance has aborted it, and nobody had ordered that.",
     "not_sent": "It could not be sent to its instance.",
     "full": "Its instance had no room.",

@@ -51,8 +51,9 @@ class Rule(NamedTuple):
     text: str
 
 
-# What was running at the end of as many instances is sent to no other one, whatever ended them.
-LOST_LIMIT, MOST_LOST = "instances lost", 2
+# What was running at the end of as many instances is sent to no other one, whatever ended them. An instance that gives
+# a request up lives on, so that is counted apart.
+LOST_LIMIT, ABORT_LIMIT, MOST_LOST = "instances lost", "instances that gave it up", 2
 CONNECT, TRANSFER, FULL = "--connect-attempts", "--transfer-attempts", "--full-attempts"
 _FIELDS = {CONNECT: "connect_attempts", TRANSFER: "transfer_attempts", FULL: "full_attempts"}  # of ``RelayConfig``
 _LOST = "the instance that worked on this is lost"
@@ -84,12 +85,13 @@ RULES: Mapping[Cause, Rule] = {
     Cause.ABORTED: Rule(
         Who.MOVABLE,
         Who.MOVABLE,
-        LOST_LIMIT,
+        ABORT_LIMIT,
         Evidence.CHECKED,
         502,
         "upstream_aborted",
         "the instance has given this request up",
     ),
+    Cause.SILENT: Rule(Who.MOVABLE, Who.MOVABLE, LOST_LIMIT, Evidence.CHECKED, 502, "upstream_lost", _LOST),
     Cause.REFUSED: Rule(Who.NONE, Who.NONE, LOST_LIMIT, Evidence.CHECKED, 502, "upstream_lost", _LOST),
     Cause.RESUMED: Rule(Who.NONE, Who.NONE, LOST_LIMIT, Evidence.NOTHING, 502, "upstream_lost", _LOST),
 }
@@ -116,4 +118,4 @@ def may_follow(
 
 def find_most(limit: str, config: RelayConfig) -> int:
     """How many attempts the limit of this name allows."""
-    return MOST_LOST if limit == LOST_LIMIT else int(getattr(config, _FIELDS[limit]))
+    return MOST_LOST if limit in (LOST_LIMIT, ABORT_LIMIT) else int(getattr(config, _FIELDS[limit]))

@@ -13,7 +13,7 @@ from pla_sglang.fleet.router.config import RelayConfig
 from pla_sglang.fleet.router.wire.codes import Cause
 
 CONFIG = RelayConfig(connect_attempts=3, transfer_attempts=4, full_attempts=5)
-LOSSES = (Cause.LOST, Cause.BROKEN, Cause.ABORTED)
+LOSSES = (Cause.LOST, Cause.BROKEN, Cause.SILENT)
 ALL, SINGLE, MOVABLE, NONE = "all", "single", "movable", "none"
 # Who may go on before and after its client has got something, and how many attempts may be over for the cause.
 TABLE = {
@@ -23,6 +23,7 @@ TABLE = {
     Cause.LOST: (MOVABLE, MOVABLE, 2),
     Cause.BROKEN: (MOVABLE, MOVABLE, 2),
     Cause.ABORTED: (MOVABLE, MOVABLE, 2),
+    Cause.SILENT: (MOVABLE, MOVABLE, 2),
     Cause.REFUSED: (NONE, NONE, 2),
     Cause.RESUMED: (NONE, NONE, 2),
 }

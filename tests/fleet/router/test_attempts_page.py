@@ -15,7 +15,9 @@ from pla_sglang.fleet.router.wire.codes import Cause
 
 PAGE = (Path(__file__).parents[3] / "docs/reference/attempts.md").read_text()
 WORDS = {Who.ALL: "all", Who.SINGLE: "single", Who.MOVABLE: "movable", Who.NONE: "none"}
-LIMITS = {attempt_rules.LOST_LIMIT: f"{attempt_rules.MOST_LOST} instances lost"}
+LIMITS = {
+    limit: f"{attempt_rules.MOST_LOST} {limit}" for limit in (attempt_rules.LOST_LIMIT, attempt_rules.ABORT_LIMIT)
+}
 
 
 def rows() -> dict[str, list[str]]:

@@ -68,13 +68,18 @@ _COMING = frozenset({WorkerState.STARTING, WorkerState.SUSPECT})  # may be ready
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Aside:
-    """A request that nobody can go on with now. ``attempt``: the one that waits, by its number. ``in_doubt``: it is not
-    known whether the instance that it was at is well."""
+    """A request that nobody can go on with now.
+
+    Attributes:
+        attempt: the one that waits, by its number.
+        in_doubt: it is not known whether the instance that it was at is well. IS_WELL: if it is, it goes nowhere else;
+            any other: if it is not.
+    """
 
     record: RequestRecord
     attempt: int
     since_s: float
-    in_doubt: bool = False
+    in_doubt: Suspicion | None = None
 
 
 class RequestDispatcher:
@@ -180,10 +185,12 @@ class RequestDispatcher:
         self._show_rest(record, over, now_s)
         if record.present.how is None:
             self.series.retries.inc(over.cause.label)
-        if suspicion is not None:
+        if suspicion is not None and over.cause is not m.Cause.LOST:
             self._end_suspect(record, suspicion)
-        elif needs_check(over) and not self.knobs.retry_suspects:
-            self._aside[record.rid] = Aside(record, record.present.number, now_s, in_doubt=True)
+        elif suspicion is not None or (needs_check(over) and not self.knobs.retry_suspects):
+            self._aside[record.rid] = Aside(
+                record, record.present.number, now_s, in_doubt=suspicion or Suspicion.IS_WELL
+            )
         elif over.cause is not m.Cause.FULL or over.shown or self._may_leave_full(record, over, now_s):
             self._avoid_unreachable(record, over, now_s)
             self._dispatch_or_wait(record, now_s)
@@ -266,15 +273,15 @@ class RequestDispatcher:
         record = aside.record
         if record.state is ENDED or record.present.number != aside.attempt:
             del self._aside[record.rid]
-        elif aside.in_doubt:
+        elif aside.in_doubt is not None:
             over = record.last_over
             assert over is not None
-            is_well = self.suspects.is_well(self.table.by_number[over.lost_with[-1]], over.at_s, now_s)
+            is_well = self.suspects.is_well(self.table.by_number[over.lost_with[-1]], over, now_s)
             if is_well is None:
                 return
             del self._aside[record.rid]
-            if is_well:
-                self._end_suspect(record, Suspicion.IS_WELL)
+            if is_well is (aside.in_doubt is Suspicion.IS_WELL):
+                self._end_suspect(record, aside.in_doubt)
             else:
                 record.present.asked_s = now_s
                 self._dispatch_or_wait(record, now_s)

@@ -2,7 +2,8 @@
 
 A request that ends an engine does so in its first passes, or runs there alone. So what has shown tokens beside others
 is no more likely to blame than they are. Of the rest it is asked how the instance ended. Where all of it was killed at
-once, its scheduler was heard of until then; where the scheduler has died by itself, it had been silent before.
+once, its scheduler was heard of until then; where the scheduler has died by itself, it had been silent before. An
+instance that only says nothing may be frozen, and one that is heard of again has not ended at all.
 """
 
 from __future__ import annotations
@@ -71,12 +72,19 @@ class Suspects:
         limit_s = self._knobs.silence_s
         return limit_s > 0 and silent_for_s(worker, self._policy.predictor, self._policy.clock, now_s) > limit_s
 
-    def is_well(self, worker: Worker, since_s: float, now_s: float) -> bool | None:
-        """True if an instance that has broken an answer off is well: then it was the request. None: not known yet."""
-        if worker.state is WorkerState.DEAD or now_s - since_s > self._knobs.timeout_s + 2 * self._knobs.interval_s:
+    def is_well(self, worker: Worker, over: Over, now_s: float) -> bool | None:
+        """True if the instance at which an attempt is over is well. None: not known yet.
+
+        Where an answer has broken off, a health check says so: then it was the request. Where a connection was lost
+        before the head, any word of the scheduler does: then it was the connection.
+        """
+        limit_s = self._knobs.timeout_s + 2 * self._knobs.interval_s
+        if worker.state is WorkerState.DEAD or now_s - over.at_s > limit_s:
             return False
+        if over.cause is Cause.LOST:
+            return True if worker.heard_s > over.at_s else None
         verified = worker.verified
-        return verified[1] if verified is not None and verified[0] >= since_s else None
+        return verified[1] if verified is not None and verified[0] >= over.at_s else None
 
     def _began_there(self, attempt: Attempt, worker: Worker) -> bool:
         """What came after the scheduler's last word has never run there."""

@@ -56,7 +56,7 @@ STILL_S = 1.0  # a stream that has got something within that time is not given u
 LEFT_S = 12.0
 DETAIL_CHARS = 300  # of what an instance says
 
-_NOT_SENT, _TRANSFER_FAILED, _FULL, _LOST, _BROKEN, _ABORTED, _REFUSED, _RESUMED = m.Cause
+_NOT_SENT, _TRANSFER_FAILED, _FULL, _LOST, _BROKEN, _ABORTED, _REFUSED, _RESUMED, _SILENT = m.Cause
 _SENT, _PREFILL_DONE, _FIRST_TOKEN = m.Milestone
 _WHOLE, _PREFILL, _DECODE = m.Leg
 
@@ -418,7 +418,7 @@ class Request(ClientWork):
     def _describe_over(self, cause: m.Cause, attempt: Attempt, worker: int, detail: str) -> m.Over:
         last = self.ask.over
         lost_with, refused_by, avoid = ((), (), ()) if last is None else (last.lost_with, last.refused_by, last.avoid)
-        if cause in (_LOST, _BROKEN, _ABORTED):
+        if cause in (_LOST, _BROKEN, _ABORTED, _SILENT):
             lost_with = (*lost_with, worker)
         elif cause is _FULL:
             refused_by = (*refused_by, worker)
@@ -576,8 +576,8 @@ class Request(ClientWork):
                 return
             runs = self.state in (WAITING, FORWARDING)
             if abort.silent:
-                if runs and self._stands_still() and self._may_follow(_LOST):
-                    self._ask_again(_LOST, worker, abort.message)
+                if runs and self._stands_still() and self._may_follow(_SILENT):
+                    self._ask_again(_SILENT, worker, abort.message)
                 return
             cause = _LOST if runs else _NOT_SENT
             if (runs or self.state is CONNECTING) and self._may_follow(cause):

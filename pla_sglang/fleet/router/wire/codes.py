@@ -104,6 +104,7 @@ class Cause(enum.IntEnum):
     ABORTED = 5, "aborted"  # its instance has given it up: nobody had ordered that, nor had the request caused it
     REFUSED = 6, "refused"  # its instance answered with another error, before its first event
     RESUMED = 7, "resumed"  # the attempt before, which was held, has gone on by itself
+    SILENT = 8, "silent"  # its instance says nothing; it may be dead, or be back in a while
 
 
 class PromptDetail(enum.IntEnum):

@@ -22,6 +22,7 @@ ON: dict[str, Any] = {"policy": "least-tokens", "migration": "on", "hops": True}
 SENT = (m.Milestone.SENT, m.Milestone.FIRST_TOKEN)
 LOST, BROKEN, ABORTED = m.Cause.LOST, m.Cause.BROKEN, m.Cause.ABORTED
 PATIENT = dataclasses.replace(QUICK, misses=1000, refused=1000, silence_s=0.5)
+BRIEF = dataclasses.replace(PATIENT, timeout_s=0.2)  # to wait for a word of an instance
 
 
 def lose(one: Scene, worker: int, cause: m.Cause, *, tokens: int = 0, rid: str = "r") -> Any:
@@ -65,12 +66,18 @@ async def settle(one: Scene, rid: str = "r") -> None:
 async def test_who_may_be_what_an_instance_has_died_of_is_not_sent_to_another(
     name: str, silent_s: float, sent_ago_s: float, tokens: int, cause: m.Cause, goes_on: bool
 ) -> None:
-    async with scene(THREE, **ON, health=PATIENT) as one:
+    async with scene(THREE, **ON, health=BRIEF) as one:
         worker = start(one, "r", *SENT[: 2 if tokens else 1])
+        if not goes_on:
+            await one.instances[worker.number].stop()
         now_s = time.monotonic()
         worker.heard_s = now_s - silent_s
         one.plane.dispatcher.ledger.records["r"].present.assigned_s = now_s - sent_ago_s
         answer = lose(one, worker.number, cause, tokens=tokens)
+        if not goes_on and cause is LOST:  # it may be heard of again
+            assert answer is None
+            await one.until(lambda: answers(one))
+            [answer] = answers(one)
         if goes_on:
             assert isinstance(answer, m.Assign), name
             assert answer.decode != worker.number
@@ -80,6 +87,32 @@ async def test_who_may_be_what_an_instance_has_died_of_is_not_sent_to_another(
             assert (answer.status, answer.code, answer.over) == (502, "to_blame", 1)
             assert "no other one gets it" in answer.message
             assert 'move_failures_total{reason="to_blame"} 1.0' in one.admin("GET", "/metrics")[1]
+            await one.instances[worker.number].start()
+        await settle(one)
+
+
+@pytest.mark.parametrize("tokens", [0, 3])
+async def test_an_instance_that_is_heard_of_again_has_not_died(tokens: int) -> None:
+    """Its network was away for a while, say, and a connection was lost in it."""
+    async with scene(THREE, **ON, health=PATIENT) as one:
+        worker = start(one, "r", *SENT[: 2 if tokens else 1])
+        die_first(one, worker, "r")
+        assert lose(one, worker.number, LOST, tokens=tokens) is None
+        await one.until(lambda: answers(one))
+        [answer] = answers(one)
+        assert isinstance(answer, m.Assign)
+        assert answer.decode != worker.number
+        await settle(one)
+
+
+async def test_a_stream_that_is_alone_at_a_silent_instance_goes_on() -> None:
+    """It may be frozen: nothing has ended there."""
+    async with scene(THREE, **ON, health=PATIENT) as one:
+        worker = start(one, "r", *SENT)
+        die_first(one, worker, "r")
+        answer = lose(one, worker.number, m.Cause.SILENT, tokens=3)
+        assert isinstance(answer, m.Assign)
+        assert answer.decode != worker.number
         await settle(one)
 
 
@@ -110,23 +143,29 @@ async def test_a_stream_that_ran_alone_where_the_scheduler_died_by_itself(
     name: str, silent_s: float, beside: str, code: str | None, retry: bool
 ) -> None:
     """It has shown tokens, and nothing else can be to blame."""
-    async with scene(THREE, **ON, health=PATIENT, retry_suspects=retry) as one:
+    ends = code is not None and not retry
+    async with scene(THREE, **ON, health=BRIEF, retry_suspects=retry) as one:
         worker = start(one, "r", *SENT)
         if beside:
             await start_beside(one, worker, beside)
+        if ends:
+            await one.instances[worker.number].stop()
         die_first(one, worker, *(["r", "s"] if beside else ["r"]), silent_s=silent_s)
         if beside == "has left":  # a moment ago
             lose(one, worker.number, LOST, rid="s", tokens=3)
         elif beside == "had left":
             one.plane.dispatcher.ledger.records["s"].attempts[0].ended_s = time.monotonic() - silent_s - 1.0
         answer = lose(one, worker.number, LOST, tokens=3)
-        if code is None or retry:
+        if not ends:
             assert isinstance(answer, m.Assign), name
             assert answer.decode != worker.number
         else:
-            assert isinstance(answer, m.Refuse), name
-            assert (answer.status, answer.code, answer.over) == (502, code, 1)
+            assert answer is None, name
+            await one.until(lambda: any(said.rid == "r" for said in answers(one)))
+            answer = next(said for said in answers(one) if said.rid == "r")
+            assert (answer.status, answer.code, answer.over) == (502, code, 1), name
             assert "ran nothing else" in answer.message
+            await one.instances[worker.number].start()
             assert f'move_failures_total{{reason="{code}"}} 1.0' in one.admin("GET", "/metrics")[1]
         one.ended("s")
         await settle(one)
@@ -289,7 +328,7 @@ async def test_a_stream_waits_for_the_successor_that_the_table_does_not_know_yet
 
 
 async def test_a_stream_goes_back_to_its_only_instance_if_that_is_well() -> None:
-    """Only its connection was lost. What had not begun does not: it may be the request."""
+    """Only its connection was lost. What had not begun does not."""
     async with scene(["stateless"], **ON) as one:
         start(one, "r", *SENT)
         start(one, "s", m.Milestone.SENT)

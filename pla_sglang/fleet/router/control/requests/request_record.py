@@ -355,7 +355,7 @@ class RequestRecord(msgspec.Struct, gc=False, eq=False):
 
 _NOWHERE = Attempt()
 # Attempts that were over because of what became of their instance, or of its connection.
-LOSSES = frozenset({Cause.LOST, Cause.BROKEN, Cause.ABORTED})
+LOSSES = frozenset({Cause.LOST, Cause.BROKEN, Cause.ABORTED, Cause.SILENT})
 
 
 def record_of(
