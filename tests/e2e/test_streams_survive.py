@@ -205,7 +205,7 @@ def test_streams_leave_an_instance_whose_scheduler_stands_still(cluster: dict[st
     assert left > 0
     asyncio.run(until(lambda: call(f"{scene.url}/pla/ledger")[1]["legs_aborting"] == 0, "aborts are confirmed"))
     attempts = scene.check()
-    assert {(attempt["how"], attempt["cause"]) for attempt in attempts} == {("redo", "lost")}
+    assert {(attempt["how"], attempt["cause"]) for attempt in attempts} == {("redo", "silent")}
     assert len(attempts) == left
     asyncio.run(until(scene.is_paired, "it is ready again"))
     assert scene.workers()[0]["number"] == row["number"], "it is the same process"
