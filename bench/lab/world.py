@@ -11,8 +11,9 @@ import numpy.typing as npt
 
 from pla_sglang.policy.interface.decisions import Controller, Dispatcher
 from pla_sglang.policy.interface.prefill import EnginePolicy
+from pla_sglang.policy.interface.remaining_length import NoPrediction, RemainingPredictor
 from pla_sglang.profiles import StepProfile
-from pla_sglang.sim.core.config import InstanceSpec, Policies, Predict, SimConfig
+from pla_sglang.sim.core.config import InstanceSpec, Policies, SimConfig
 from pla_sglang.sim.core.engine_knobs import EngineKnobs
 from pla_sglang.sim.core.experiment import engine_policy
 from pla_sglang.sim.core.network import NetworkKnobs
@@ -29,7 +30,7 @@ class World:
 
     Attributes:
         engine: the name of an order, or what makes the policy of one engine.
-        predict: remaining answer tokens that migration policies see; None: unknown.
+        lengths: as in ``Policies``.
         config: fields of ``SimConfig`` beyond fleet, engine limits and network.
     """
 
@@ -39,14 +40,14 @@ class World:
     engine: str | MakeEngine = "fcfs"
     knobs: EngineKnobs = dataclasses.field(default_factory=EngineKnobs)
     bandwidth_bytes_per_s: float = 50e9
-    predict: Predict | None = None
+    lengths: RemainingPredictor = dataclasses.field(default_factory=NoPrediction)
     config: Mapping[str, object] = dataclasses.field(default_factory=dict)
 
     def simulation(self, trace: Trace) -> Simulation:
         network = NetworkKnobs(self.bandwidth_bytes_per_s)
         config = SimConfig(self.fleet, engine=self.knobs, network=network, **self.config)  # type: ignore[arg-type]
         engine = functools.partial(engine_policy, self.engine) if isinstance(self.engine, str) else self.engine
-        policies = Policies(self.dispatcher, engine, self.controllers, predict=self.predict)
+        policies = Policies(self.dispatcher, engine, self.controllers, lengths=self.lengths)
         return Simulation(trace, config, policies)
 
     def run(self, trace: Trace) -> RunResult:

@@ -9,7 +9,7 @@ from pla_sglang.policy.registry import Setup
 from pla_sglang.profiles.scaled import load_scaled
 from pla_sglang.recording.rows import VERSION, Header, RecordError
 
-_PLAIN = frozenset(field.name for field in dataclasses.fields(Setup)) - {"steps", "predictor"}
+_PLAIN = frozenset(field.name for field in dataclasses.fields(Setup)) - {"steps"}
 
 
 def header_of(policy: str, profile: str, time_scale: float, setup: Setup) -> Header:

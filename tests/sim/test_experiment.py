@@ -13,6 +13,7 @@ from support.traces import write_plain
 
 from pla_sglang import simulate
 from pla_sglang.common.errors import ConfigError
+from pla_sglang.policy.interface.remaining_length import RunningAnswer, RunningAnswers
 from pla_sglang.policy.registry import policy_names
 from pla_sglang.profiles.load import FOLDER
 from pla_sglang.sim.core.experiment import ENGINES, Experiment, capacity_of, length_predictor, run_experiment
@@ -138,7 +139,10 @@ def test_find_capacity_on_the_command_line(trace_file: Path, capsys: pytest.Capt
         (("--window", "900"), "--window needs two numbers; allowed: START,END"),
         (("--jobs", "0"), "--jobs 0 is out of range; allowed: at least 1"),
         (("--slo-tpot-ms", "0"), "--slo-tpot-ms 0 is out of range; allowed: above 0 ms"),
-        (("--lengths", "noisy:-1"), "--lengths 'noisy:-1' is not known; allowed: oracle, none, binned, noisy:TOKENS"),
+        (
+            ("--lengths", "noisy:-1"),
+            "--lengths 'noisy:-1' is not known; allowed: oracle, none, survival, binned, noisy:TOKENS",
+        ),
         (("--lengths", "noisy"), "--lengths 'noisy' is not known; allowed: oracle"),
         (("--lengths", "binned:5"), "--lengths 'binned:5' is not known; allowed: binned:2, binned:4, binned:6"),
         (("--headroom", "0"), "--headroom 0 is out of range; allowed: above 0"),
@@ -192,7 +196,7 @@ def test_a_profile_without_decode_is_refused(
         assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("lengths", ["binned", "binned:2", "noisy:500"])
+@pytest.mark.parametrize("lengths", ["survival", "binned", "binned:2", "noisy:500"])
 def test_predictors_between_all_and_nothing(lengths: str) -> None:
     outcome = run_experiment(Experiment("star", SLO, instances=4, lengths=lengths), workload())
     assert outcome.result.counts["finished"] == 150
@@ -200,11 +204,11 @@ def test_predictors_between_all_and_nothing(lengths: str) -> None:
 
 def test_a_predictor_sees_less_than_the_truth() -> None:
     known = np.array([100.0, 5000.0, 40_000.0])
-    rids = ["a", "b", "c"]
-    assert length_predictor("oracle", 1).predict(rids, known).tolist() == known.tolist()
-    assert length_predictor("binned", 1).predict(rids, known).tolist() == [1024.0, 5120.0, 24_576.0]
-    noisy = length_predictor("noisy:300", 1).predict(rids, known)
-    assert noisy.tolist() == length_predictor("noisy:300", 1).predict(rids, known).tolist()
+    answers = RunningAnswers.of(RunningAnswer(rid, 0, left) for rid, left in zip("abc", known, strict=True))
+    assert length_predictor("oracle", 1).predict(answers).tolist() == known.tolist()
+    assert length_predictor("binned", 1).predict(answers).tolist() == [1024.0, 5120.0, 24_576.0]
+    noisy = length_predictor("noisy:300", 1).predict(answers)
+    assert noisy.tolist() == length_predictor("noisy:300", 1).predict(answers).tolist()
     assert noisy.tolist() != known.tolist()
 
 

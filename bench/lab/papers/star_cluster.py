@@ -25,10 +25,10 @@ from bench.lab.papers.seeds import Change, geometric_mean, measure_change
 from bench.lab.world import World
 from pla_sglang.policy.baselines.dispatch import least_tokens, split_roles
 from pla_sglang.policy.interface.decisions import Controller
-from pla_sglang.policy.interface.remaining_length import RemainingPredictor
+from pla_sglang.policy.interface.remaining_length import NoPrediction, Oracle, RemainingPredictor
 from pla_sglang.policy.star.horizon import HorizonKnobs
 from pla_sglang.policy.star.policy import StarKnobs, StarRescheduler
-from pla_sglang.policy.star.predictors import FIGURE_7_SHARES, PAPER_BINS, Binned, NoPrediction, Oracle, Refining
+from pla_sglang.policy.star.predictors import FIGURE_7_SHARES, PAPER_BINS, Binned, Refining
 from pla_sglang.policy.star.select import SelectKnobs
 from pla_sglang.profiles import StepProfile, load_profile
 from pla_sglang.sim.core.config import InstanceSpec
@@ -166,7 +166,7 @@ def controllers(case: StarCase) -> list[Controller]:
         select=SelectKnobs(migrate_s_per_token=profile.kv_bytes_per_token / LINK_BYTES_PER_S),
         interval_s=case.iterations * step_s,
     )
-    return [StarRescheduler(knobs, predictor(case))]
+    return [StarRescheduler(knobs)]
 
 
 def run_case(case: StarCase) -> StarRun:
@@ -179,7 +179,7 @@ def run_case(case: StarCase) -> StarRun:
         controllers(case),
         knobs=EngineKnobs(**NO_RESERVE, lose_all=case.lose_all),
         bandwidth_bytes_per_s=LINK_BYTES_PER_S,
-        predict=lambda _input, _done, remaining: float(remaining),
+        lengths=predictor(case),
         config={
             "report_interval_s": 1.0,
             "sample_s": 1.0,

@@ -21,7 +21,6 @@ from pla_sglang.policy.common.predictor import PredictorKnobs, TtftPredictor
 from pla_sglang.policy.common.tables import DecodeTable, PrefillTable
 from pla_sglang.policy.interface.decisions import Controller, Dispatcher
 from pla_sglang.policy.interface.fleet import Role
-from pla_sglang.policy.interface.remaining_length import RemainingPredictor
 from pla_sglang.policy.interface.step_times import StepTimes
 
 FORECASTERS: Mapping[str, Callable[[], Forecaster]] = {
@@ -58,7 +57,6 @@ class Setup:
         migrates: running requests can be moved; False: a policy that does more than that leaves such moves out.
         scales: instances can be started and stopped. False: a planner of counts changes roles, as its ratio says.
         forecaster: one of ``FORECASTERS``, or a function that makes one.
-        predictor: of remaining lengths; None: what the driver reports.
         instances_min, instances_max: for policies that plan counts; equal ones: only the ratio is planned.
         plan_interval_s, headroom: of policies that plan from a forecast (``PlannerKnobs``).
         pressure_interval_s, pressure_cool_down_s, pressure_hysteresis: of PLA pools (``PressureKnobs``).
@@ -85,7 +83,6 @@ class Setup:
     migrates: bool = True
     scales: bool = True
     forecaster: str | Callable[[], Forecaster] = DEFAULT_FORECASTER
-    predictor: RemainingPredictor | None = None
     instances_min: int = 2
     instances_max: int = 64
     plan_interval_s: float = 60.0

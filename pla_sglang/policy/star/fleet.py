@@ -8,14 +8,13 @@ from pla_sglang.policy.common.dispatch import least_tokens
 from pla_sglang.policy.common.fleet_policy import Built, FleetPolicy, Setup
 from pla_sglang.policy.star.horizon import HorizonKnobs
 from pla_sglang.policy.star.policy import Price, StarKnobs, StarRescheduler
-from pla_sglang.policy.star.predictors import NoPrediction
 from pla_sglang.policy.star.select import SelectKnobs
 
 KNOBS: Mapping[str, tuple[type, ...]] = {"star": (StarKnobs, SelectKnobs, HorizonKnobs)}
 
 
 def make_controller(setup: Setup, *, predict: bool = True, price: Price | None = None) -> StarRescheduler:
-    """``predict``: by remaining lengths, not by the present load alone; ``price``: as of ``StarRescheduler``."""
+    """``predict``: by a horizon, not by the present load alone; ``price``: as of ``StarRescheduler``."""
     knobs = StarKnobs(
         setup.tune("star", HorizonKnobs() if predict else HorizonKnobs(steps=0)),
         setup.tune("star", SelectKnobs(migrate_base_s=setup.move_pause_s)),
@@ -23,7 +22,7 @@ def make_controller(setup: Setup, *, predict: bool = True, price: Price | None =
         rest_s=setup.move_rest_s,
     )
     knobs = setup.tune("star", knobs)
-    return StarRescheduler(knobs, setup.predictor if predict else NoPrediction(), setup.client_gain(), price)
+    return StarRescheduler(knobs, setup.client_gain(), price)
 
 
 def _make(setup: Setup, *, predict: bool = True) -> Built:

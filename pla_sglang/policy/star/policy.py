@@ -17,9 +17,7 @@ from pla_sglang.policy.common.client_gain import ClientGain
 from pla_sglang.policy.interface.decisions import FleetAction, Hold, Migrate, Observer
 from pla_sglang.policy.interface.fleet import DecodeBatch, FleetView, InstanceView, RequestView
 from pla_sglang.policy.interface.reasons import FleetReason
-from pla_sglang.policy.interface.remaining_length import RemainingPredictor
 from pla_sglang.policy.star.horizon import Horizon, HorizonKnobs, Summary, summaries, summarise
-from pla_sglang.policy.star.predictors import Oracle
 from pla_sglang.policy.star.select import Choice, Move, SelectKnobs, Worker, best_move
 
 Price = Callable[[InstanceView, float], float]  # of an instance at a time, as ``DecodeLoad.price_s``
@@ -60,14 +58,12 @@ class StarRescheduler(Observer):
     def __init__(
         self,
         knobs: StarKnobs,
-        predictor: RemainingPredictor | None = None,
         client: ClientGain | None = None,
         price: Price | None = None,
     ) -> None:
         self.knobs = knobs
         self.client = client
         self.price = price
-        self.predictor = predictor or Oracle()
         self.horizon = Horizon(knobs.horizon)
         self.interval_s = knobs.interval_s
         self._moved_s: dict[str, float] = {}
@@ -94,9 +90,9 @@ class StarRescheduler(Observer):
         return [self._worker(instance, report, now_s) for instance, report in zip(instances, reports, strict=True)]
 
     def _seen(self, batch: DecodeBatch, now_s: float) -> DecodeBatch:
-        """With predicted lengths; requests that rest cannot be moved."""
+        """Requests that rest cannot be moved; without a horizon, no length is looked at."""
         moved_s = np.array([self._moved_s.get(rid, -np.inf) for rid in batch.rids], dtype=np.float64)
-        known = self.predictor.predict(batch.rids, batch.remaining)
+        known = batch.remaining if self.knobs.horizon.steps else np.full(len(batch.rids), np.nan)
         rested = now_s - moved_s >= self.knobs.rest_s
         return dataclasses.replace(batch, remaining=known, movable=batch.movable & rested)
 
@@ -149,7 +145,6 @@ class StarRescheduler(Observer):
 
     def on_finish(self, request: RequestView, output_tokens: int, now_s: float) -> None:
         self._moved_s.pop(request.rid, None)
-        self.predictor.forget(request.rid)
 
 
 def _why_not(choice: Choice) -> FleetReason:

@@ -1,8 +1,4 @@
-"""Remaining-length predictors, behind one interface (STAR sections 4 and 6.5).
-
-A driver hands over what it knows: the simulator the truth, an engine the estimate of its learned predictor. These
-objects turn it into what the rescheduler is allowed to see.
-"""
+"""Predictors that err as the paper's do (STAR sections 4 and 6.5), for a simulator, which knows the truth."""
 
 from __future__ import annotations
 
@@ -13,7 +9,7 @@ import numpy as np
 
 from pla_sglang.common.checks import require
 from pla_sglang.common.errors import ConfigError
-from pla_sglang.policy.interface.remaining_length import Floats, RemainingPredictor
+from pla_sglang.policy.interface.remaining_length import EndedAnswer, Floats, RemainingPredictor, RunningAnswers
 
 # Figure 7, requests of 30K to 32K tokens: mean absolute error by tokens generated, as a share of the rest of 31,000.
 # What the curve shows behind its last printed value is not printed; the share is held there.
@@ -25,20 +21,6 @@ PAPER_BINS: dict[int, tuple[float, ...]] = {
     4: (0, 4096, 8192, 16384, 32768),
     6: (0, 2048, 4096, 6144, 8192, 16384, 32768),
 }
-
-
-class Oracle(RemainingPredictor):
-    """What the driver knows, unchanged. Serves the learned predictor too: its estimates arrive in ``known``."""
-
-    def predict(self, rids: Sequence[str], known: Floats) -> Floats:
-        return known
-
-
-class NoPrediction(RemainingPredictor):
-    """Knows nothing: migration by current load only."""
-
-    def predict(self, rids: Sequence[str], known: Floats) -> Floats:
-        return np.full(len(rids), np.nan)
 
 
 class Binned(RemainingPredictor):
@@ -53,7 +35,8 @@ class Binned(RemainingPredictor):
         self._edges = np.array(edges, dtype=np.float64)
         self._middles = (self._edges[:-1] + self._edges[1:]) / 2
 
-    def predict(self, rids: Sequence[str], known: Floats) -> Floats:
+    def predict(self, answers: RunningAnswers) -> Floats:
+        known = answers.known
         places = np.clip(np.searchsorted(self._edges, known, side="right") - 1, 0, len(self._middles) - 1)
         return np.where(np.isnan(known), np.nan, self._middles[places])
 
@@ -69,8 +52,8 @@ class _ErrorDrawnOnce(RemainingPredictor):
         """Shape [requests]."""
         return np.array([self._error(rid) for rid in rids], dtype=np.float64)
 
-    def forget(self, rid: str) -> None:
-        self._errors.pop(rid, None)
+    def observe_end(self, answer: EndedAnswer) -> None:
+        self._errors.pop(answer.rid, None)
 
     def _error(self, rid: str) -> float:
         error = self._errors.get(rid)
@@ -95,7 +78,8 @@ class Noisy(_ErrorDrawnOnce):
         super().__init__(rng)
         self._mae_tokens = mae_tokens
 
-    def predict(self, rids: Sequence[str], known: Floats) -> Floats:
+    def predict(self, answers: RunningAnswers) -> Floats:
+        rids, known = answers.rids, answers.known
         return np.maximum(1.0, known + self._mae_tokens * self.errors_of(rids)) if len(rids) else known
 
 
@@ -116,7 +100,8 @@ class Proportional(_ErrorDrawnOnce):
         super().__init__(rng)
         self._mae_share = mae_share
 
-    def predict(self, rids: Sequence[str], known: Floats) -> Floats:
+    def predict(self, answers: RunningAnswers) -> Floats:
+        rids, known = answers.rids, answers.known
         return np.maximum(1.0, known * (1.0 + self._mae_share * self.errors_of(rids))) if len(rids) else known
 
 
@@ -143,13 +128,14 @@ class Refining(_ErrorDrawnOnce):
         self._log_shares = np.log([share for _, share in shares])
         self._first: dict[str, float] = {}  # what remained when the request was first seen
 
-    def predict(self, rids: Sequence[str], known: Floats) -> Floats:
+    def predict(self, answers: RunningAnswers) -> Floats:
+        rids, known = answers.rids, answers.known
         if not len(rids):
             return known
         first = [self._first.setdefault(rid, left) for rid, left in zip(rids, known.tolist(), strict=True)]
         shares = np.exp(np.interp(np.array(first) - known, self._at, self._log_shares))
         return np.maximum(1.0, known * (1.0 + shares * self.errors_of(rids)))
 
-    def forget(self, rid: str) -> None:
-        super().forget(rid)
-        self._first.pop(rid, None)
+    def observe_end(self, answer: EndedAnswer) -> None:
+        super().observe_end(answer)
+        self._first.pop(answer.rid, None)

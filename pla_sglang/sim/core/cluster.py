@@ -305,6 +305,7 @@ class Cluster:
     def _closed(self, request: SimRequest, output_tokens: int) -> None:
         self.ledger.close(request)
         self.runner.finish(request.fleet, output_tokens, self._kernel.now_s)
+        self.fleet.note_end(request, output_tokens)
         if self._front is not None:
             self._front.on_end(request, output_tokens)
             self._dispatch_queue()

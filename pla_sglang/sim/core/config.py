@@ -11,6 +11,7 @@ from pla_sglang.common.checks import Range, check_fields, knob, require
 from pla_sglang.policy.interface.decisions import Controller, Dispatcher, Observer, observers_of
 from pla_sglang.policy.interface.fleet import InstanceKind, Role
 from pla_sglang.policy.interface.prefill import EnginePolicy, PrefillClass
+from pla_sglang.policy.interface.remaining_length import NoPrediction, RemainingPredictor
 from pla_sglang.profiles import StepProfile
 from pla_sglang.sim.core.costs import StepCosts
 from pla_sglang.sim.core.engine_knobs import EngineKnobs
@@ -19,9 +20,6 @@ from pla_sglang.sim.core.front import AdmissionQueueKnobs
 from pla_sglang.sim.core.host import NO_HOST, HostKnobs
 from pla_sglang.sim.core.kernel import LATEST_S
 from pla_sglang.sim.core.network import NetworkKnobs
-
-# (input tokens, answer tokens so far, answer tokens still to come) -> estimate of those to come, None where unknown
-Predict = Callable[[int, int, int], float | None]
 
 
 class RoleSwitch(enum.Enum):
@@ -118,14 +116,14 @@ class Policies:
         dispatcher: places requests.
         controllers: change the fleet, each at its own interval.
         engine: makes the policy of one engine, from its costs' profile and its knobs.
-        predict: remaining answer tokens that migration policies see; None: unknown.
+        lengths: remaining answer tokens that migration policies see; it is handed the truth.
         name: what reports call the combination.
     """
 
     dispatcher: Dispatcher
     engine: Callable[[StepProfile, EngineKnobs], EnginePolicy]
     controllers: Sequence[Controller] = ()
-    predict: Predict | None = None
+    lengths: RemainingPredictor = dataclasses.field(default_factory=NoPrediction)
     name: str = "policy"
 
     def observers(self) -> list[Observer]:

@@ -15,14 +15,15 @@ from pla_sglang.plugin.temporal_knobs import DEPTH_WITHOUT_GRAPHS, PARTS, Engine
 from pla_sglang.policy.baselines.orders import ENGINE_ORDERS
 from pla_sglang.policy.common.forecast import Forecaster
 from pla_sglang.policy.common.step_model import BEND_TOKENS, StepModel
+from pla_sglang.policy.common.survival import SurvivalPredictor
 from pla_sglang.policy.engine_policies import make_engine_policy
 from pla_sglang.policy.interface.fleet import InstanceKind, Role
 from pla_sglang.policy.interface.prefill import EnginePolicy
-from pla_sglang.policy.interface.remaining_length import RemainingPredictor
+from pla_sglang.policy.interface.remaining_length import NoPrediction, Oracle, RemainingPredictor
 from pla_sglang.policy.registry import DEFAULT_FORECASTER, FORECASTERS, PolicySet, Setup, policy_names
 from pla_sglang.policy.slo.knobs import EnginePolicyKnobs
 from pla_sglang.policy.slo.mixed_batches import MixedBatchModel
-from pla_sglang.policy.star.predictors import PAPER_BINS, Binned, Noisy, NoPrediction, Oracle
+from pla_sglang.policy.star.predictors import PAPER_BINS, Binned, Noisy
 from pla_sglang.policy_packages import PolicyName, build, read_knobs
 from pla_sglang.profiles import StepProfile, load_profile, profile_names
 from pla_sglang.sim.core.config import InstanceSpec, KnownSteps, Policies, PrefixKnowledge, RoleSwitch, SimConfig
@@ -36,7 +37,8 @@ from pla_sglang.sim.workload.trace import Trace
 TEMPORAL = "temporal"
 ENGINES = (*ENGINE_ORDERS, TEMPORAL)
 SMALL_FIRST = ("shortest-prefill-first", "pass-srpt", TEMPORAL)  # of them
-LENGTHS = ("oracle", "none", "binned", "noisy:TOKENS")
+PLAIN_LENGTHS = {"oracle": Oracle, "none": NoPrediction, "survival": SurvivalPredictor}
+LENGTHS = (*PLAIN_LENGTHS, "binned", "noisy:TOKENS")
 SESSIONS = ("closed", "open")
 COUNT = Range(1)
 STOCK_KINDS = {
@@ -203,8 +205,8 @@ class ExperimentResult:
 def length_predictor(lengths: str, seed: int) -> RemainingPredictor:
     """What ``Experiment.lengths`` names. Raises ConfigError for anything else."""
     name, _, value = lengths.partition(":")
-    if lengths in ("oracle", "none"):
-        return Oracle() if lengths == "oracle" else NoPrediction()
+    if lengths in PLAIN_LENGTHS:
+        return PLAIN_LENGTHS[lengths]()
     if name == "binned" and (value or lengths == "binned"):
         bins = {str(count): edges for count, edges in PAPER_BINS.items()}
         if (value or "6") not in bins:
@@ -329,8 +331,7 @@ def run_experiment(experiment: Experiment, trace: Trace, progress: Progress | No
             texts=experiment.engine_knobs,
         ),
         chosen.controllers,
-        # The truth; the predictor of the policy decides how much of it is seen.
-        predict=None if experiment.lengths == "none" else lambda _input, _done, remaining: float(remaining),
+        lengths=length_predictor(experiment.lengths, experiment.seed),
         name=experiment.policy,
     )
     result = Simulation(trace, config, policies).run(progress)
@@ -348,7 +349,6 @@ def _setup(experiment: Experiment, profile: StepProfile, trace: Trace) -> Setup:
         instances=experiment.instances,
         prefills=experiment.prefills,
         seed=experiment.seed,
-        predictor=length_predictor(experiment.lengths, experiment.seed),
         mean_context_tokens=context,
         riding_tokens=riding_tokens(experiment.engine, experiment.chunk_tokens) if experiment.mixed else None,
         small_first=experiment.engine in SMALL_FIRST,

@@ -10,13 +10,14 @@ import numpy as np
 
 from pla_sglang.load.prefix_index import PrefixIndex, even_block_ends
 from pla_sglang.policy.interface.fleet import DecodeBatch, FleetView, InstanceKind, InstanceState, InstanceView, Role
+from pla_sglang.policy.interface.remaining_length import EndedAnswer, RunningAnswer, RunningAnswers
 from pla_sglang.policy.measured_steps import InstanceSteps
 from pla_sglang.sim.core.config import InstanceSpec, KnownSteps, Policies, PrefixKnowledge, RoleSwitch, SimConfig
 from pla_sglang.sim.core.instance import InstanceEvents, SimInstance
 from pla_sglang.sim.core.kernel import Kernel, Priority
 from pla_sglang.sim.core.overlap import OverlappedInstance
 from pla_sglang.sim.core.pool import KvPool, ignore_block
-from pla_sglang.sim.core.request import SimRequest
+from pla_sglang.sim.core.request import SimRequest, SimStage
 
 _ROLE_SWITCH_END = {InstanceKind.PREFILL: InstanceKind.DECODE, InstanceKind.DECODE: InstanceKind.PREFILL}
 
@@ -235,15 +236,38 @@ class Fleet:
     # -- views -------------------------------------------------------------------------------------------------------
 
     def _decodes(self, view: InstanceView) -> DecodeBatch:
-        predict = self._policies.predict
-        rows = self.of(view).report.rows(self._kernel.now_s)
-        seen: list[tuple[str, int, float | None]] = []
-        for request, tokens, done in rows:
-            left = request.output_tokens - done
-            seen.append((request.rid, tokens, None if predict is None else predict(request.input_tokens, done, left)))
-        batch = DecodeBatch.of(seen)
+        now_s = self._kernel.now_s
+        rows = self.of(view).report.rows(now_s)
+        limit_tokens = self._config.output_limit_tokens or np.inf
+        batch = DecodeBatch.of([(request.rid, tokens, None) for request, tokens, _ in rows])
+        answers = (
+            RunningAnswer(
+                request.rid,
+                done,
+                known=request.output_tokens - done,
+                prompt_tokens=request.input_tokens,
+                limit_tokens=limit_tokens,
+                started_s=request.arrival_s if request.first_token_s is None else request.first_token_s,
+            )
+            for request, _, done in rows
+        )
+        batch.remaining = self._policies.lengths.predict(RunningAnswers.of(answers, view.name, now_s))
         batch.movable = np.array([request.target is None for request, _, _ in rows], dtype=np.bool_)
         return batch
+
+    def note_end(self, request: SimRequest, output_tokens: int) -> None:
+        """The request has ended, after so many tokens of its answer."""
+        limit_tokens, now_s = self._config.output_limit_tokens or np.inf, self._kernel.now_s
+        ended = EndedAnswer(
+            request.rid,
+            output_tokens,
+            whole=request.stage is SimStage.FINISHED and output_tokens < limit_tokens,
+            prompt_tokens=request.input_tokens,
+            limit_tokens=limit_tokens,
+            started_s=request.arrival_s if request.first_token_s is None else request.first_token_s,
+            ended_s=now_s,
+        )
+        self._policies.lengths.observe_end(ended)
 
     def check_integrity(self) -> None:
         self.view.check_integrity()

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -18,6 +19,13 @@ from pla_sglang.common.errors import ConfigError
 from pla_sglang.policy.interface.decisions import Migrate
 from pla_sglang.policy.interface.fleet import DecodeBatch, FleetView
 from pla_sglang.policy.interface.reasons import FleetReason as R
+from pla_sglang.policy.interface.remaining_length import (
+    EndedAnswer,
+    NoPrediction,
+    Oracle,
+    RunningAnswer,
+    RunningAnswers,
+)
 from pla_sglang.policy.star.horizon import Horizon, HorizonKnobs, reduction, summaries, summarise, trace
 from pla_sglang.policy.star.policy import StarKnobs, StarRescheduler
 from pla_sglang.policy.star.predictors import (
@@ -25,8 +33,6 @@ from pla_sglang.policy.star.predictors import (
     PAPER_BINS,
     Binned,
     Noisy,
-    NoPrediction,
-    Oracle,
     Proportional,
     Refining,
 )
@@ -352,40 +358,44 @@ def test_moves_come_to_an_end(batches: list[Rows]) -> None:
     raise AssertionError("still moving after 60 ticks")
 
 
+def answers(rids: Sequence[str], known: Sequence[float] | npt.NDArray[np.float64]) -> RunningAnswers:
+    return RunningAnswers.of(RunningAnswer(rid, 0, left) for rid, left in zip(rids, known, strict=True))
+
+
 def test_predictors() -> None:
     known = np.array([100.0, 5000.0, 40_000.0, np.nan])
     rids = ["a", "b", "c", "d"]
-    assert Oracle().predict(rids, known) is known
-    assert np.isnan(NoPrediction().predict(rids, known)).all()
-    assert Binned(PAPER_BINS[2]).predict(rids, known)[:3].tolist() == [4096.0, 4096.0, 20480.0]
-    assert Binned(PAPER_BINS[6]).predict(rids, known)[:3].tolist() == [1024.0, 5120.0, 24576.0]
-    assert np.isnan(Binned(PAPER_BINS[4]).predict(rids, known)[3])
+    assert Oracle().predict(answers(rids, known)).tolist()[:3] == known.tolist()[:3]
+    assert np.isnan(NoPrediction().predict(answers(rids, known))).all()
+    assert Binned(PAPER_BINS[2]).predict(answers(rids, known))[:3].tolist() == [4096.0, 4096.0, 20480.0]
+    assert Binned(PAPER_BINS[6]).predict(answers(rids, known))[:3].tolist() == [1024.0, 5120.0, 24576.0]
+    assert np.isnan(Binned(PAPER_BINS[4]).predict(answers(rids, known))[3])
 
 
 def test_noise_has_the_asked_size_and_stays_with_its_request() -> None:
     noisy = Noisy(1000.0, random.Random(1))
     rids = [f"r{index}" for index in range(4000)]
     known = np.full(4000, 50_000.0)
-    first = noisy.predict(rids, known)
+    first = noisy.predict(answers(rids, known))
     assert np.abs(first - known).mean() == pytest.approx(1000.0, rel=0.05)
-    assert (noisy.predict(rids, known) == first).all()
-    noisy.forget("r0")
-    assert noisy.predict(["r0"], known[:1])[0] != first[0]
-    assert noisy.predict(["x"], np.array([1.0])).min() >= 1.0
+    assert (noisy.predict(answers(rids, known)) == first).all()
+    noisy.observe_end(EndedAnswer("r0", 5, whole=True))
+    assert noisy.predict(answers(["r0"], known[:1]))[0] != first[0]
+    assert noisy.predict(answers(["x"], np.array([1.0]))).min() >= 1.0
 
 
 def test_proportional_errors_shrink_with_what_remains() -> None:
     erring = Proportional(0.3, random.Random(1))
     rids = [f"r{index}" for index in range(4000)]
     far, near = np.full(4000, 10_000.0), np.full(4000, 100.0)
-    first = erring.predict(rids, far)
+    first = erring.predict(answers(rids, far))
     assert np.abs(first - far).mean() == pytest.approx(3000.0, rel=0.1)
-    assert np.abs(erring.predict(rids, near) - near).mean() == pytest.approx(30.0, rel=0.1)
-    assert ((first > far) == (erring.predict(rids, near) > near)).all()  # who is overestimated stays so
-    assert np.isnan(erring.predict(["x"], np.array([np.nan]))).all()
-    assert not len(erring.predict([], np.zeros(0)))
-    erring.forget("r0")
-    assert erring.predict(["r0"], far[:1])[0] != first[0]
+    assert np.abs(erring.predict(answers(rids, near)) - near).mean() == pytest.approx(30.0, rel=0.1)
+    assert ((first > far) == (erring.predict(answers(rids, near)) > near)).all()  # who is overestimated stays so
+    assert np.isnan(erring.predict(answers(["x"], np.array([np.nan])))).all()
+    assert not len(erring.predict(answers([], np.zeros(0))))
+    erring.observe_end(EndedAnswer("r0", 5, whole=True))
+    assert erring.predict(answers(["r0"], far[:1]))[0] != first[0]
 
 
 def test_errors_over_generated_tokens_are_those_of_figure_7() -> None:
@@ -395,7 +405,7 @@ def test_errors_over_generated_tokens_are_those_of_figure_7() -> None:
 
     def error_tokens(generated: int) -> float:
         known = np.full(4000, 31_000.0 - generated)
-        predicted = erring.predict(rids, known)
+        predicted = erring.predict(answers(rids, known))
         errors = np.array([erring._error(rid) for rid in rids])
         seen = np.where(predicted > 1.0, np.abs(predicted - known) / np.abs(errors), np.nan)
         return float(np.nanmedian(seen))  # a Laplace error of size 1 becomes this many tokens
@@ -404,9 +414,9 @@ def test_errors_over_generated_tokens_are_those_of_figure_7() -> None:
     assert 2929 < error_tokens(4000) < 18_256
     assert error_tokens(8000) == pytest.approx(2929)
     assert error_tokens(20_000) == pytest.approx(2929 / 23_000 * 11_000)
-    assert np.isnan(erring.predict(["x"], np.array([np.nan]))).all()
-    assert not len(erring.predict([], np.zeros(0)))
-    erring.forget("r0")
+    assert np.isnan(erring.predict(answers(["x"], np.array([np.nan])))).all()
+    assert not len(erring.predict(answers([], np.zeros(0))))
+    erring.observe_end(EndedAnswer("r0", 5, whole=True))
     assert erring._first.keys() == {*rids, "x"} - {"r0"}
 
 

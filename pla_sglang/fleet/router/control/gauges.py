@@ -176,7 +176,10 @@ def state_of(dispatcher: RequestDispatcher, now_s: float) -> dict[str, Any]:
 def _moves(dispatcher: RequestDispatcher) -> dict[str, Any] | None:
     """Moves of running requests, and how old the rows are that they are decided on."""
     policy = dispatcher.policy
-    return {**policy.orders.to_dict(), "rows": policy.running.to_dict()} if policy.moves_requests else None
+    if not policy.moves_requests:
+        return None
+    running = policy.running
+    return {**policy.orders.to_dict(), "rows": running.to_dict(), "lengths": running.lengths.to_dict()}
 
 
 def _roles(dispatcher: RequestDispatcher) -> dict[str, list[str]]:

@@ -302,7 +302,7 @@ def test_many_requests_that_rested_are_forgotten() -> None:
 def test_knobs_out_of_range() -> None:
     with pytest.raises(ConfigError, match=r"--move-interval-ms 1\.0 is out of range"):
         MoveKnobs(interval_s=0.001)
-    with pytest.raises(ConfigError, match=r"--lengths 'oracle' .*none, stated"):
+    with pytest.raises(ConfigError, match=r"--lengths 'oracle' .*none, survival, stated"):
         MoveKnobs(lengths="oracle")
     with pytest.raises(ConfigError, match="--move-gain"):
         MoveKnobs(gain=-1.0)

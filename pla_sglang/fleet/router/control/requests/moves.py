@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from pla_sglang.common.checks import MILLI, Choice, Range, check_fields, knob
@@ -16,11 +16,18 @@ from pla_sglang.fleet.router.control.requests.request_record import STREAMING, R
 from pla_sglang.fleet.router.control.workers.table import Worker
 from pla_sglang.fleet.router.wire.rids import find_rid
 from pla_sglang.policy.common.device_clock import DeviceClock
+from pla_sglang.policy.common.survival import SurvivalPredictor
 from pla_sglang.policy.interface.decisions import Migrate
 from pla_sglang.policy.interface.fleet import InstanceView
+from pla_sglang.policy.interface.remaining_length import NoPrediction, Oracle, RemainingPredictor
 from pla_sglang.policy.runner import Refusal
 
-STATED = "stated"
+# What is known of answers to come; "stated" is what a bench says of them (``running_requests.py``).
+LENGTHS: Mapping[str, Callable[[], RemainingPredictor]] = {
+    "none": NoPrediction,
+    "survival": SurvivalPredictor,
+    "stated": Oracle,
+}
 DISPATCH, PREFILLED = "dispatch", "prefilled"
 NO_MOVER, NOT_THERE = "nothing here can move requests", "it does not run at the source"
 MOST_COOL_DOWNS = 1024  # beyond so many, those that are over are looked for
@@ -59,9 +66,10 @@ class MoveKnobs:
     )
     lengths: str = knob(
         "none",
-        "--lengths {none,stated}",
-        "what star knows of answers to come; stated: the length that header x-answer-tokens says, for benches",
-        allowed=Choice(("none", STATED)),
+        f"--lengths {{{','.join(LENGTHS)}}}",
+        "what policies that move requests know of answers to come; survival: the median by those that have ended; "
+        "stated: the length that header x-answer-tokens says, for benches",
+        allowed=Choice(tuple(LENGTHS)),
     )
 
     def __post_init__(self) -> None:

@@ -8,18 +8,20 @@ requests that are not listed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from pla_sglang.fleet.router.control.requests.moves import STATED, MoveKnobs, MoveOrders
+from pla_sglang.fleet.router.control.requests.moves import LENGTHS, MoveKnobs, MoveOrders
 from pla_sglang.fleet.router.control.requests.request_record import ENDED, STREAMING, RequestRecord
 from pla_sglang.fleet.router.control.workers.table import Worker, WorkerTable
 from pla_sglang.fleet.router.wire.rids import find_rid
 from pla_sglang.load.report import MOST_ROWS, RequestRow
 from pla_sglang.policy.common.device_clock import DeviceClock
 from pla_sglang.policy.interface.fleet import DecodeBatch, InstanceKind, InstanceView
+from pla_sglang.policy.interface.remaining_length import EndedAnswer, Floats, RunningAnswer, RunningAnswers
 
 ROWS_IN_ALL = 8192  # of all instances in an interval: what the control plane reads and joins in some 20 ms
 LEAST_ROWS = 16  # of one instance
@@ -34,6 +36,9 @@ class RunningRequests:
         orders: knows which requests rest.
         clock: wall seconds.
         device_clock: in whose seconds the knobs are.
+
+    Attributes:
+        lengths: what is known of answers to come.
     """
 
     def __init__(
@@ -50,6 +55,7 @@ class RunningRequests:
         self.orders = orders
         self._clock = clock
         self._device_clock = device_clock
+        self.lengths = LENGTHS[knobs.lengths]()
 
     def wanted_rows(self) -> Mapping[str, Any]:
         """What each instance is asked for: ``rows`` of ``POST /pla/peers``."""
@@ -61,14 +67,14 @@ class RunningRequests:
         worker = self._table.of(view)
         age_s = self.rows_age_s(worker)
         fresh = age_s is not None and age_s <= STALE_INTERVALS * self._interval_s()
-        rows: list[tuple[str, int, float | None]] = []
-        movable: list[bool] = []
-        for row, record in self._join_rows(worker):
-            rows.append((record.view.rid, row.prompt_tokens + row.output_tokens, self._remaining_of(record, row)))
-            movable.append(fresh and self._may_move(record, row, view))
-        batch = DecodeBatch.of(rows)
+        joined = list(self._join_rows(worker))
+        batch = DecodeBatch.of(
+            [(record.view.rid, row.prompt_tokens + row.output_tokens, None) for row, record in joined]
+        )
+        batch.remaining = self._predict(joined, view)
+        movable = [fresh and self._may_move(record, row, view) for row, record in joined]
         batch.movable = np.array(movable, dtype=np.bool_)
-        batch.unlisted_requests = max(0, view.running - len(rows))
+        batch.unlisted_requests = max(0, view.running - len(joined))
         batch.unlisted_tokens = max(0, view.context_tokens - int(batch.tokens.sum()))
         return batch
 
@@ -116,6 +122,53 @@ class RunningRequests:
             return False
         return record.is_single() and record.ask.stream and not self.orders.is_cooling_down(record)
 
-    def _remaining_of(self, record: RequestRecord, row: RequestRow) -> float | None:
-        stated = record.ask.answer_tokens if self._knobs.lengths == STATED else None
-        return None if stated is None else float(max(1, stated - row.output_tokens))
+    def _predict(self, joined: Sequence[tuple[RequestRow, RequestRecord]], view: InstanceView) -> Floats:
+        answers = (
+            RunningAnswer(
+                record.rid,
+                row.output_tokens,
+                known=math.nan if (stated := record.ask.answer_tokens) is None else max(1, stated - row.output_tokens),
+                prompt_tokens=record.prompt.tokens,
+                limit_tokens=limit_of(record),
+                streamed=record.ask.stream,
+                started_s=started_s_of(record),
+            )
+            for row, record in joined
+        )
+        models = [model_of(record) for _, record in joined]
+        seen = RunningAnswers.of(answers, view.name, self._clock(), models if any(models) else ())
+        return self.lengths.predict(seen)
+
+    def note_end(self, record: RequestRecord, tokens: int, *, whole: bool, at_s: float) -> None:
+        """A request has ended after so many tokens of its answer; ``whole``: the model has ended it, or its limit."""
+        if not record.is_single():  # its tokens are those of several answers
+            return
+        limit_tokens = limit_of(record)
+        ended = EndedAnswer(
+            record.rid,
+            tokens,
+            whole=whole and tokens < limit_tokens,
+            prompt_tokens=record.prompt.tokens,
+            limit_tokens=limit_tokens,
+            streamed=record.ask.stream,
+            started_s=started_s_of(record),
+            ended_s=at_s,
+            model=model_of(record),
+        )
+        self.lengths.observe_end(ended)
+
+
+def limit_of(record: RequestRecord) -> float:
+    """Its ``max_tokens``."""
+    return math.inf if record.ask.output_tokens is None else float(record.ask.output_tokens)
+
+
+def started_s_of(record: RequestRecord) -> float:
+    """When its client saw the first token; before that, when it came."""
+    first_s = record.shown_attempt.first_token_s
+    return record.ask.arrived_s if first_s is None else first_s
+
+
+def model_of(record: RequestRecord) -> str:
+    """A fleet serves one model; an adapter may make it another."""
+    return record.ask.adapter or ""
