@@ -46,6 +46,7 @@ _ALL = (
     Bench("lab.fig6", "35 min", "engines", results="emulated"),
     Bench("lab.fleets.__main__", "hours", "nothing"),
     Bench("lab.frontier", "8 min", "engines", results="emulated"),
+    Bench("lab.lengths", "1 min", "traces", results="simulated"),
     Bench("lab.pass_sharing", "2 min", "nothing", results="simulated"),
     Bench("lab.papers.__main__", "27 min", "nothing"),
     Bench("lab.robustness", "2 h", "traces", results="simulated"),

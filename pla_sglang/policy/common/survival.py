@@ -31,8 +31,8 @@ from pla_sglang.policy.interface.remaining_length import EndedAnswer, Floats, Re
 
 Ints = npt.NDArray[np.int64]
 # Limits up to 256 are short answers that were asked for, such as labels; from 4,096 on they are there for safety alone.
-LIMIT_EDGES = np.array([256.0, 4096.0])
-PROMPT_EDGES = np.array([512.0, 4096.0])
+LIMIT_EDGES = (256, 4096)
+PROMPT_EDGES = (512, 4096)
 KINDS = 2 * (len(LIMIT_EDGES) + 1) * (len(PROMPT_EDGES) + 1)
 STALE_S = 10.0  # what was seen to run longer ago may be gone with its instance
 SPAN = float(1 << 24)  # above the length of any answer: one sorted column holds the lengths of all curves
@@ -79,7 +79,7 @@ class Seen:
 class Curve:
     """The median length by tokens generated: ``median[i]`` from ``generated[i]`` (rising, first 0) up to the next.
 
-    ``median``: inf where more than half go on beyond all that was seen. ``behind``: how many ends are longer.
+    ``median``: nan where more than half go on beyond all that was seen. ``behind``: how many ends are longer.
     """
 
     generated: Floats
@@ -112,15 +112,18 @@ def fit_curve(seen: Seen) -> Curve:
     lost = np.concatenate([[0.0], np.cumsum(falls)])  # -log S, from each length up to the next
     halves = np.searchsorted(lost, lost + math.log(2) - 1e-9)
     generated = np.concatenate([[0.0], lengths])
-    median = np.append(generated, np.inf)[halves]
+    median = np.append(generated, np.nan)[halves]
     return Curve(generated, median, int(ends.sum()) - np.concatenate([[0], np.cumsum(ends)]).astype(np.int64))
 
 
 def kinds_of(prompt_tokens: Floats, limit_tokens: Floats, streamed: Floats) -> Ints:
     """The kind of each request, from 0."""
-    limits, prompts = np.searchsorted(LIMIT_EDGES, limit_tokens), np.searchsorted(PROMPT_EDGES, prompt_tokens)
-    found = (prompts * (len(LIMIT_EDGES) + 1) + limits) * 2 + (streamed > 0)
-    return np.asarray(found, dtype=np.int64)
+    found = (streamed > 0).astype(np.int64)
+    for edge in LIMIT_EDGES:
+        found += 2 * (limit_tokens > edge)
+    for edge in PROMPT_EDGES:
+        found += 2 * (len(LIMIT_EDGES) + 1) * (prompt_tokens > edge)
+    return found
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -143,19 +146,22 @@ class CurveTable:
 
     def medians_of(self, answers: RunningAnswers) -> Floats:
         """The median length of each; nan where nothing is known of its model, or half go on beyond what was seen."""
-        rows = self._rows_of(answers)
-        curves = self.curve_of[rows, kinds_of(answers.prompt_tokens, answers.limit_tokens, answers.streamed)]
-        wanted = curves * SPAN + np.minimum(answers.generated, SPAN - 1)
-        lengths = self.medians[np.searchsorted(self.keys, wanted, side="right") - 1]
-        # Where half go on beyond all that was seen, a limit within that is where they end.
-        unknown = np.isinf(lengths) & (answers.limit_tokens > self.reach[rows])
-        return np.where(unknown | (rows < 0), np.nan, np.minimum(lengths, answers.limit_tokens))
+        kinds = kinds_of(answers.prompt_tokens, answers.limit_tokens, answers.streamed)
+        if answers.models:
+            rows = np.array([self.models.get(name, -1) for name in answers.models], dtype=np.int64)
+            lengths = self._look_up(self.curve_of[rows, kinds], self.reach[rows], answers)
+            return np.where(rows < 0, np.nan, lengths)
+        row = self.models.get("")
+        if row is None:
+            return np.full(len(kinds), np.nan)
+        return self._look_up(self.curve_of[row][kinds], self.reach[row], answers)
 
-    def _rows_of(self, answers: RunningAnswers) -> Ints:
-        """-1: a model of which nothing is known."""
-        if not answers.models:
-            return np.full(len(answers.rids), self.models.get("", -1), dtype=np.int64)
-        return np.array([self.models.get(name, -1) for name in answers.models], dtype=np.int64)
+    def _look_up(self, curves: Ints, reach: Floats | np.float64, answers: RunningAnswers) -> Floats:
+        wanted = curves * SPAN + np.minimum(answers.generated, SPAN - 1)
+        lengths = self.medians[self.keys.searchsorted(wanted, side="right") - 1]
+        # Where half go on beyond all that was seen, a limit within that is where they end.
+        limits = np.where(answers.limit_tokens > reach, np.nan, answers.limit_tokens)
+        return np.asarray(np.fmin(lengths, limits), dtype=np.float64)
 
 
 class SurvivalPredictor(RemainingPredictor):
