@@ -58,16 +58,16 @@ class Answers:
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def ended(self, number: int) -> EndedAnswer:
+    def ended(self, place: int) -> EndedAnswer:
         """What the router is told of one."""
         return EndedAnswer(
-            str(number),
-            int(self.lengths[number]),
-            whole=bool(self.lengths[number] < self.limit_tokens),
-            prompt_tokens=int(self.prompts[number]),
+            str(place),
+            int(self.lengths[place]),
+            whole=bool(self.lengths[place] < self.limit_tokens),
+            prompt_tokens=int(self.prompts[place]),
             limit_tokens=self.limit_tokens,
-            started_s=float(number),
-            ended_s=float(number),
+            started_s=float(place),
+            ended_s=float(place),
         )
 
 
@@ -118,8 +118,8 @@ def predict_by_prompt(learned: Answers, points: Points) -> Floats:
 def survival_of(learned: Answers) -> SurvivalPredictor:
     """After these have ended. The window holds all of them, so that only what was learned differs."""
     predictor = SurvivalPredictor(SurvivalKnobs(window_ends=len(learned)))
-    for number in range(len(learned)):
-        predictor.observe_end(learned.ended(number))
+    for place in range(len(learned)):
+        predictor.observe_end(learned.ended(place))
     return predictor
 
 

@@ -3,9 +3,11 @@ out, who rests, and what operators see of it."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from support.records import make_record
 from support.router_scene import Scene, scene
@@ -219,6 +221,56 @@ def test_the_length_that_a_bench_states_counts_where_it_is_asked_for() -> None:
         assert [None if left != left else left for left in remaining] == expected
 
 
+def limit_answer(record: RequestRecord, tokens: int) -> RequestRecord:
+    """With ``max_tokens``."""
+    record.ask = msgspec.structs.replace(record.ask, output_tokens=tokens)
+    return record
+
+
+def test_lengths_are_learned_from_answers_that_have_ended() -> None:
+    """Those that were cut, or given up, are not ends; answers of several prompts say nothing of one."""
+    place = Place(lengths="survival")
+    limit_answer(place.add("a", 0), 300)
+    place.report(0, RequestRow("a", 100, 20))
+
+    def remaining() -> list[float]:
+        return place.running.list_decodes(place.workers[0].view).remaining.tolist()
+
+    assert math.isnan(remaining()[0])
+    for number in range(5):
+        place.running.note_end(make_record(f"b{number}"), 120, whole=True, at_s=100.0)
+    assert remaining() == [100.0]
+    for number in range(20):
+        place.running.note_end(make_record(f"c{number}"), 200, whole=False, at_s=100.0)
+        place.running.note_end(limit_answer(make_record(f"d{number}"), 300), 300, whole=True, at_s=100.0)
+        place.running.note_end(make_record(f"e{number}", samples=4), 40, whole=True, at_s=100.0)
+    assert remaining() == [280.0], "most came to more than 120, and its own limit is 300"
+    learned = place.running.lengths.to_dict()
+    assert (learned["ended"], learned["whole"]) == (45, 5)
+
+
+def test_an_adapter_is_a_model_of_its_own() -> None:
+    place = Place(lengths="survival")
+    place.add("a", 0, adapter="tuned")
+    place.add("b", 0)
+    place.report(0, RequestRow("a", 100, 20), RequestRow("b", 100, 20))
+    for number in range(5):
+        place.running.note_end(make_record(f"c{number}", adapter="tuned"), 50, whole=True, at_s=100.0)
+        place.running.note_end(make_record(f"d{number}"), 80, whole=True, at_s=100.0)
+    assert place.running.list_decodes(place.workers[0].view).remaining.tolist() == [30.0, 60.0]
+
+
+async def test_what_relays_report_of_ends_is_learned() -> None:
+    """A client that went away has not ended its answer; one that an instance refused has no answer."""
+    async with scene(["stateless"] * 3, policy="star", moves=SURVIVAL) as one:
+        await fill(one)
+        for number, outcome in enumerate((m.Outcome.OK, m.Outcome.CLIENT_GONE, m.Outcome.INSTANCE_REFUSED)):
+            tokens = 0 if outcome is m.Outcome.INSTANCE_REFUSED else 700
+            one.ended(f"r{number}", outcome, output_tokens=tokens, exact_tokens=True)
+        learned = one.admin("GET", "/pla/state")[1]["moves"]["lengths"]
+        assert (learned["ended"], learned["whole"]) == (2, 1)
+
+
 def test_large_fleets_are_asked_for_fewer_rows() -> None:
     assert Place(2, scale=4.0).running.wanted_rows() == {"every_s": 2.0, "most": 1024}
     assert Place(64).running.wanted_rows() == {"every_s": 0.5, "most": 128}
@@ -311,6 +363,7 @@ def test_knobs_out_of_range() -> None:
 # -- live --------------------------------------------------------------------------------------------------------------
 
 SELDOM = MoveKnobs(interval_s=900.0)  # the tests tick themselves
+SURVIVAL = MoveKnobs(interval_s=900.0, lengths="survival")
 
 
 def hear(one: Scene, worker: Worker, outputs: dict[str, int], sequence: int) -> None:
@@ -357,6 +410,7 @@ async def fill(one: Scene) -> tuple[Worker, Worker]:
         ("load-migration", "none", "baseline.current_load"),
         ("star-no-prediction", "none", "star.migrate"),
         ("star", "stated", "star.migrate"),
+        ("star", "survival", "star.migrate"),
     ],
 )
 async def test_a_full_instance_is_relieved_and_the_run_replays(
