@@ -50,7 +50,8 @@ WORDS = (
     Word(r"Rid(e|er|ers|es)(?=[A-Z]|$)|(^|_)rid(e|er|ers|es)(_|$)", "piggyback, mixed", (NAMES,)),
     Word(r"Longs|Shorts|(^|_)(longs|shorts)(_|$)", "long_prompts, short_prompts", (NAMES,)),
     Word(r"Flip|(^|_)flips?(_|$)", "role switch", (NAMES,)),
-    Word(r"Survival|(^|_)survival(_|$)", "failover", (NAMES,)),
+    # A survival curve is a term of statistics.
+    Word(r"Survival|(^|_)survival(_|$)", "failover", (NAMES,), ("pla_sglang/policy/common/survival.py",)),
     Word(r"Journal|Tally|(^|_)(journal|tally)(_|$)", "log, counter", (NAMES,)),
     Word(r"Told|(^|_)(un)?told(_|$)", "configured, PeerConfig", (NAMES,)),
     Word(r"Misfit|Nobody", "incompatible, unreachable", (NAMES,)),

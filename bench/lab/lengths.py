@@ -115,7 +115,7 @@ def predict_by_prompt(learned: Answers, points: Points) -> Floats:
     return np.maximum(1.0, np.array(medians)[np.searchsorted(edges, points.prompts)] - points.generated)
 
 
-def survival_of(learned: Answers) -> SurvivalPredictor:
+def learn_curve(learned: Answers) -> SurvivalPredictor:
     """After these have ended. The window holds all of them, so that only what was learned differs."""
     predictor = SurvivalPredictor(SurvivalKnobs(window_ends=len(learned)))
     for place in range(len(learned)):
@@ -131,8 +131,8 @@ def measure(answers: Answers, learn: int, every_tokens: int) -> tuple[Points, di
     found = {
         CONSTANT: np.full(len(points.rest), constant),
         PROMPT: predict_by_prompt(learned, points),
-        SURVIVAL: survival_of(learned).predict(points.seen()),
-        EARLY: survival_of(learned.part(0, AFTER)).predict(points.seen()),
+        SURVIVAL: learn_curve(learned).predict(points.seen()),
+        EARLY: learn_curve(learned.part(0, AFTER)).predict(points.seen()),
     }
     unknown = {name: float(np.isnan(told).mean()) for name, told in found.items()}
     errors = {
