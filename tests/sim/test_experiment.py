@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from pathlib import Path
 
@@ -13,9 +14,11 @@ from support.traces import write_plain
 
 from pla_sglang import simulate
 from pla_sglang.common.errors import ConfigError
-from pla_sglang.policy.interface.remaining_length import RunningAnswer, RunningAnswers
+from pla_sglang.policy.common.survival import SurvivalPredictor
+from pla_sglang.policy.interface.remaining_length import Floats, RunningAnswer, RunningAnswers
 from pla_sglang.policy.registry import policy_names
 from pla_sglang.profiles.load import FOLDER
+from pla_sglang.sim.core import experiment as experiment_module
 from pla_sglang.sim.core.experiment import ENGINES, Experiment, capacity_of, length_predictor, run_experiment
 from pla_sglang.sim.core.sweep import iterate_capacities, iterate_runs
 from pla_sglang.sim.metrics.goodput import Slo
@@ -200,6 +203,33 @@ def test_a_profile_without_decode_is_refused(
 def test_predictors_between_all_and_nothing(lengths: str) -> None:
     outcome = run_experiment(Experiment("star", SLO, instances=4, lengths=lengths), workload())
     assert outcome.result.counts["finished"] == 150
+
+
+@pytest.mark.parametrize("limit", [None, 100])
+def test_ended_answers_are_learned_from(limit: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that met their limit have not ended by themselves; a request that runs is never done."""
+    made: list[SurvivalPredictor] = []
+    told: list[float] = []
+
+    class Watched(SurvivalPredictor):
+        def __init__(self) -> None:
+            super().__init__()
+            made.append(self)
+
+        def predict(self, answers: RunningAnswers) -> Floats:
+            found = super().predict(answers)
+            told.extend(found[~np.isnan(found)])
+            return found
+
+    monkeypatch.setitem(experiment_module.PLAIN_LENGTHS, "survival", Watched)
+    trace = workload()
+    experiment = Experiment("star", SLO, instances=4, lengths="survival", output_limit_tokens=limit)
+    assert run_experiment(experiment, trace).result.counts["finished"] == 150
+    learned = made[-1].to_dict()
+    wanted = int((trace.output_tokens < (limit or math.inf)).sum())
+    assert (learned["ended"], learned["whole"]) == (150, wanted)
+    assert told
+    assert min(told) >= 1.0
 
 
 def test_a_predictor_sees_less_than_the_truth() -> None:
