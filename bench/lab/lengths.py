@@ -97,7 +97,7 @@ class Points:
         """As the router would see them."""
         some = np.ones(len(self.request))
         limits = np.full(len(some), self.limit_tokens)
-        rids = np.zeros(len(some)).tolist()
+        rids = [""] * len(some)
         return RunningAnswers(rids, self.generated, np.nan * some, self.prompts, limits, some, 0 * some)
 
 
@@ -180,7 +180,8 @@ def answers_of(name: str, folder: Path | None, options: argparse.Namespace, seed
     rng = random.Random(seed)
     inputs, outputs = (length_model(f"star_sharegpt_{part}") for part in ("input", "output"))
     pairs = [(inputs.draw(rng), outputs.draw(rng)) for _ in range(most)]
-    return Answers(*np.array(pairs, dtype=np.int64).T, LIMITS[STAR])
+    prompts, lengths = np.array(pairs, dtype=np.int64).T
+    return Answers(prompts, lengths, LIMITS[STAR])
 
 
 def mean_figures(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
