@@ -86,7 +86,13 @@ class EndedAnswer:
 
 
 class RemainingPredictor(abc.ABC):
-    """What one driver asks, and tells."""
+    """What one driver asks, and tells.
+
+    Attributes:
+        is_blind: it says nan whatever it sees, so a driver with thousands of requests need not describe them.
+    """
+
+    is_blind = False
 
     @abc.abstractmethod
     def predict(self, answers: RunningAnswers) -> Floats:
@@ -109,6 +115,8 @@ class Oracle(RemainingPredictor):
 
 class NoPrediction(RemainingPredictor):
     """Knows nothing."""
+
+    is_blind = True
 
     def predict(self, answers: RunningAnswers) -> Floats:
         return np.full(len(answers.rids), np.nan)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from pla_sglang.load.prefix_index import PrefixIndex, even_block_ends
 from pla_sglang.policy.interface.fleet import DecodeBatch, FleetView, InstanceKind, InstanceState, InstanceView, Role
-from pla_sglang.policy.interface.remaining_length import EndedAnswer, RunningAnswer, RunningAnswers
+from pla_sglang.policy.interface.remaining_length import EndedAnswer, Floats, RunningAnswer, RunningAnswers
 from pla_sglang.policy.measured_steps import InstanceSteps
 from pla_sglang.sim.core.config import InstanceSpec, KnownSteps, Policies, PrefixKnowledge, RoleSwitch, SimConfig
 from pla_sglang.sim.core.instance import InstanceEvents, SimInstance
@@ -236,10 +236,16 @@ class Fleet:
     # -- views -------------------------------------------------------------------------------------------------------
 
     def _decodes(self, view: InstanceView) -> DecodeBatch:
-        now_s = self._kernel.now_s
-        rows = self.of(view).report.rows(now_s)
-        limit_tokens = self._config.output_limit_tokens or np.inf
+        rows = self.of(view).report.rows(self._kernel.now_s)
         batch = DecodeBatch.of([(request.rid, tokens, None) for request, tokens, _ in rows])
+        batch.movable = np.array([request.target is None for request, _, _ in rows], dtype=np.bool_)
+        if not self._policies.lengths.is_blind:
+            batch.remaining = self._predict([(request, done) for request, _, done in rows], view)
+        return batch
+
+    def _predict(self, rows: Sequence[tuple[SimRequest, int]], view: InstanceView) -> Floats:
+        """Of requests and their tokens so far. The truth is handed over; the predictor decides how much is seen."""
+        limit_tokens = self._config.output_limit_tokens or np.inf
         answers = (
             RunningAnswer(
                 request.rid,
@@ -247,25 +253,23 @@ class Fleet:
                 known=request.output_tokens - done,
                 prompt_tokens=request.input_tokens,
                 limit_tokens=limit_tokens,
-                started_s=request.arrival_s if request.first_token_s is None else request.first_token_s,
+                started_s=_started_s_of(request),
             )
-            for request, _, done in rows
+            for request, done in rows
         )
-        batch.remaining = self._policies.lengths.predict(RunningAnswers.of(answers, view.name, now_s))
-        batch.movable = np.array([request.target is None for request, _, _ in rows], dtype=np.bool_)
-        return batch
+        return self._policies.lengths.predict(RunningAnswers.of(answers, view.name, self._kernel.now_s))
 
     def note_end(self, request: SimRequest, output_tokens: int) -> None:
         """The request has ended, after so many tokens of its answer."""
-        limit_tokens, now_s = self._config.output_limit_tokens or np.inf, self._kernel.now_s
+        limit_tokens = self._config.output_limit_tokens or np.inf
         ended = EndedAnswer(
             request.rid,
             output_tokens,
             whole=request.stage is SimStage.FINISHED and output_tokens < limit_tokens,
             prompt_tokens=request.input_tokens,
             limit_tokens=limit_tokens,
-            started_s=request.arrival_s if request.first_token_s is None else request.first_token_s,
-            ended_s=now_s,
+            started_s=_started_s_of(request),
+            ended_s=self._kernel.now_s,
         )
         self._policies.lengths.observe_end(ended)
 
@@ -274,3 +278,8 @@ class Fleet:
         for instance in self.instances:
             if instance.alive:
                 instance.check_integrity()
+
+
+def _started_s_of(request: SimRequest) -> float:
+    """When its user saw the first token; before that, when it came."""
+    return request.arrival_s if request.first_token_s is None else request.first_token_s

@@ -71,7 +71,8 @@ class RunningRequests:
         batch = DecodeBatch.of(
             [(record.view.rid, row.prompt_tokens + row.output_tokens, None) for row, record in joined]
         )
-        batch.remaining = self._predict(joined, view)
+        if not self.lengths.is_blind:
+            batch.remaining = self._predict(joined, view)
         movable = [fresh and self._may_move(record, row, view) for row, record in joined]
         batch.movable = np.array(movable, dtype=np.bool_)
         batch.unlisted_requests = max(0, view.running - len(joined))
