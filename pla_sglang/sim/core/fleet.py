@@ -244,7 +244,7 @@ class Fleet:
         return batch
 
     def _predict(self, rows: Sequence[tuple[SimRequest, int]], view: InstanceView) -> Floats:
-        """Of requests and their tokens so far. The predictor gets the truth, and may see less."""
+        """What is said of requests that have come to so many tokens; the predictor is given the truth."""
         limit_tokens = self._config.output_limit_tokens or np.inf
         answers = (
             RunningAnswer(
