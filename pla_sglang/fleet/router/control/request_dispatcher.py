@@ -198,12 +198,14 @@ class RequestDispatcher:
 
     def _suspect(self, record: RequestRecord, over: m.Over) -> Suspicion | None:
         """Why it may be what its instance has died of."""
-        if self.knobs.retry_suspects or over.cause not in (m.Cause.LOST, m.Cause.BROKEN) or not over.lost_with:
-            return None
-        worker = self.table.by_number.get(over.lost_with[-1])
-        if worker is None:
+        worker = self._find_lost(over)
+        if self.knobs.retry_suspects or over.cause not in (m.Cause.LOST, m.Cause.BROKEN) or worker is None:
             return None
         return self.suspects.judge(record, over, worker, self.ledger.records.values())
+
+    def _find_lost(self, over: m.Over) -> Worker | None:
+        """Where the attempt was over; None: it is not known here, as after a restart."""
+        return self.table.by_number.get(over.lost_with[-1]) if over.lost_with else None
 
     def _end_suspect(self, record: RequestRecord, suspicion: Suspicion) -> None:
         self._end_without(record, suspicion.value, suspicion.text)
@@ -276,7 +278,8 @@ class RequestDispatcher:
         elif aside.in_doubt is not None:
             over = record.last_over
             assert over is not None
-            is_well = self.suspects.is_well(self.table.by_number[over.lost_with[-1]], over, now_s)
+            worker = self._find_lost(over)
+            is_well = False if worker is None else self.suspects.is_well(worker, over, now_s)
             if is_well is None:
                 return
             del self._aside[record.rid]

@@ -224,6 +224,17 @@ async def test_an_answer_that_broke_off_before_anything_was_shown_waits_for_a_ch
         await settle(one)
 
 
+@pytest.mark.parametrize("lost_with", [(), (99,)])
+async def test_an_answer_that_broke_off_where_nobody_knows_the_instance_goes_on(lost_with: tuple[int, ...]) -> None:
+    """As after a restart of the control process."""
+    async with scene(THREE, **ON) as one:
+        start(one, "r", m.Milestone.SENT)
+        one.ask_again("r", 1, BROKEN, over={"lost_with": lost_with})
+        await one.until(lambda: answers(one))
+        assert isinstance(answers(one)[0], m.Assign)
+        await settle(one)
+
+
 async def test_with_retry_suspects_an_answer_that_broke_off_waits_for_nothing() -> None:
     async with scene(THREE, **ON, retry_suspects=True) as one:
         worker = start(one, "r", m.Milestone.SENT)

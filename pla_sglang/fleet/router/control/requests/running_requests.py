@@ -142,7 +142,7 @@ class RunningRequests:
 
     def note_end(self, record: RequestRecord, tokens: int, *, whole: bool, at_s: float) -> None:
         """A request has ended after so many tokens of its answer; ``whole``: the model has ended it, or its limit."""
-        if not record.is_single():  # its tokens are those of several answers
+        if self.lengths.is_blind or not record.is_single():  # of several answers only the sum of the tokens is known
             return
         limit_tokens = limit_of(record)
         ended = EndedAnswer(
