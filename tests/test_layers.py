@@ -12,6 +12,7 @@ import graphlib
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -176,6 +177,13 @@ def test_calls_are_not_packed(file: str) -> None:
         if isinstance(node, ast.Call):
             packed = [arg for arg in node.args if isinstance(arg, ast.Starred) and isinstance(arg.value, ast.Tuple)]
             assert not packed, f"{file}:{node.lineno}"
+
+
+@pytest.mark.parametrize("folder", ["tests", "bench/lab/tests"])
+def test_no_two_test_modules_share_a_name(folder: str) -> None:
+    """Pytest imports them by their names alone: of two of one name the second is not run when both are."""
+    names = Counter(path.name for path in (ROOT / folder).rglob("test_*.py"))
+    assert [name for name, count in names.items() if count > 1] == []
 
 
 def test_exceptions_are_still_needed() -> None:
