@@ -278,6 +278,8 @@ class RequestRecord(msgspec.Struct, gc=False, eq=False):
     @property
     def last_over(self) -> Over | None:
         """What its relay has said last of an attempt that was over."""
+        if len(self.attempts) == 1:  # as of nearly all
+            return self.present.over
         return next((one.over for one in reversed(self.attempts) if one.over is not None), None)
 
     def find_attempt(self, number: int) -> Attempt | None:
@@ -285,6 +287,8 @@ class RequestRecord(msgspec.Struct, gc=False, eq=False):
 
     def find_failed_transfer(self) -> Attempt | None:
         """The last attempt that was over for that."""
+        if len(self.attempts) == 1:
+            return None
         attempts = self.attempts[:-1]
         failed = (one for one in reversed(attempts) if one.over is not None and one.over.cause is _TRANSFER_FAILED)
         return next(failed, None)
