@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from pla_sglang.fleet.router.config import RelayConfig
-from pla_sglang.fleet.router.wire.codes import Cause
+from pla_sglang.fleet.router.wire.codes import Cause, FailureKind
 
 
 class Who(enum.Enum):
@@ -95,6 +95,23 @@ RULES: Mapping[Cause, Rule] = {
     Cause.REFUSED: Rule(Who.NONE, Who.NONE, LOST_LIMIT, Evidence.CHECKED, 502, "upstream_lost", _LOST),
     Cause.RESUMED: Rule(Who.NONE, Who.NONE, LOST_LIMIT, Evidence.NOTHING, 502, "upstream_lost", _LOST),
 }
+
+
+# Causes that lie with the instance, or with the connection to it: it is left out of what follows.
+LOSSES = frozenset({Cause.LOST, Cause.BROKEN, Cause.ABORTED, Cause.SILENT})
+_CAUSES: Mapping[FailureKind, Cause] = {  # what relays report of instances, as the end of an attempt
+    FailureKind.CONNECT: Cause.NOT_SENT,
+    FailureKind.LOST: Cause.LOST,
+    FailureKind.BROKEN: Cause.BROKEN,
+    FailureKind.STATUS: Cause.REFUSED,
+    FailureKind.FULL: Cause.FULL,
+}
+
+
+def judge_failure(kind: FailureKind) -> Evidence:
+    """What a relay's report says of its instance. Time-outs, and answers that are not HTTP, count."""
+    cause = _CAUSES.get(kind)
+    return Evidence.COUNTS if cause is None else RULES[cause].evidence
 
 
 def may_follow(

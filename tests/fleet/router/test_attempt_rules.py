@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from pla_sglang.fleet.router.attempt_rules import RULES, find_most, may_follow
+from pla_sglang.fleet.router.attempt_rules import RULES, Evidence, find_most, judge_failure, may_follow
 from pla_sglang.fleet.router.config import RelayConfig
-from pla_sglang.fleet.router.wire.codes import Cause
+from pla_sglang.fleet.router.wire.codes import Cause, FailureKind
 
 CONFIG = RelayConfig(connect_attempts=3, transfer_attempts=4, full_attempts=5)
 LOSSES = (Cause.LOST, Cause.BROKEN, Cause.SILENT)
@@ -77,3 +77,10 @@ def test_what_a_client_gets_otherwise_is_an_error_of_the_router_or_the_instances
     rule = RULES[cause]
     assert rule.status in (502, 503)
     assert bool(rule.code) is bool(rule.text)
+
+
+@pytest.mark.parametrize("kind", FailureKind)
+def test_what_a_report_says_of_an_instance(kind: FailureKind) -> None:
+    checked, nothing = {FailureKind.STATUS, FailureKind.BROKEN}, {FailureKind.FULL}
+    wanted = Evidence.CHECKED if kind in checked else Evidence.NOTHING if kind in nothing else Evidence.COUNTS
+    assert judge_failure(kind) is wanted

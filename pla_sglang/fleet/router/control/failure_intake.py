@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from pla_sglang.fleet.router.attempt_rules import Evidence, judge_failure
 from pla_sglang.fleet.router.control.observability.series import RouterSeries
 from pla_sglang.fleet.router.control.workers.exclusions import Exclusions
 from pla_sglang.fleet.router.control.workers.health import Health
@@ -12,9 +13,7 @@ from pla_sglang.fleet.router.wire.messages import Failure, FailureKind
 
 # Named once: see ``fast_enum``.
 _CONNECT, _FULL = FailureKind.CONNECT, FailureKind.FULL
-# It may be due to the request itself. SGLang 0.5.17 breaks a stream off where it answers the same mistake without
-# stream with 500: its head is out already when the parameters are read.
-_DOUBTFUL = frozenset({FailureKind.STATUS, FailureKind.BROKEN})
+_CHECKED = Evidence.CHECKED
 
 
 class FailureIntake:
@@ -39,8 +38,11 @@ class FailureIntake:
         self._check_soon, self._verify_soon = check_soon, verify_soon
 
     def on_failure(self, failure: Failure, now_s: float) -> None:
-        """To be full is not to be ill, and an answer of 500, or one that broke off, may be due to the request: none of
-        these is a failure."""
+        """To be full is not to be ill, and an answer of 500, or one that broke off, may be due to the request.
+
+        SGLang 0.5.17 breaks a stream off where it answers the same mistake without stream with 500: its head is out
+        already when the parameters are read.
+        """
         kind, worker = failure.kind, self._health.table.by_number.get(failure.worker)
         if kind is not _FULL:
             self._series.failures.inc(kind.name.lower())
@@ -49,7 +51,7 @@ class FailureIntake:
         if kind is _FULL:
             self._series.refusals.inc(worker.view.name)
             self._exclusions.note_full(worker, now_s)
-        elif kind in _DOUBTFUL:
+        elif judge_failure(kind) is _CHECKED:
             self._verify_soon(worker)
         else:
             self._health.on_failure(worker, now_s, failure.rid, refused=kind is _CONNECT, detail=failure.detail)

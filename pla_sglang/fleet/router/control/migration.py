@@ -226,7 +226,7 @@ class Migration:
         move.target.load.start_request(record.key, now_s)
         self._booking.note_prompt(record, move.target, now_s)
         assert attempt.how is not None
-        self._series.migrations.inc(attempt.how.label, attempt.cause)
+        self._series.migrations.inc(attempt.how.value, attempt.cause)
         self._series.migration_gap_s.observe(progress.gap_s or 0.0)
         self._tasks.spawn(self._commit(move, left))
         self._on_over(now_s)

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from pla_sglang.fleet.router.attempt_rules import RULES, Who
+from pla_sglang.fleet.router.attempt_rules import LOSSES, RULES, Who
 from pla_sglang.fleet.router.control.booking import Booking
 from pla_sglang.fleet.router.control.knobs import ControlKnobs
 from pla_sglang.fleet.router.control.observability.explain import ExplainStore, note_choice
@@ -33,7 +33,6 @@ from pla_sglang.fleet.router.control.requests.pair_limits import (
 from pla_sglang.fleet.router.control.requests.relay_messages import assign_message, refuse_message
 from pla_sglang.fleet.router.control.requests.request_record import (
     ENDED,
-    LOSSES,
     PREFILL,
     STREAMING,
     RequestRecord,
@@ -433,7 +432,7 @@ class RequestDispatcher:
         for exclusion in set(excluded.values()):
             series.exclusions.inc(exclusion.value)
         if attempt.how is not None:
-            series.migrations.inc(attempt.how.label, attempt.cause)
+            series.migrations.inc(attempt.how.value, attempt.cause)
             return
         self.queue.take(record)
         record.admission = verdict.reason.value

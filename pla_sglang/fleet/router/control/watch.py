@@ -90,7 +90,7 @@ def note_move(record: RequestRecord, now_s: float, *, history: FleetHistory, pol
     if left is None or left.decode is None or attempt.decode is None or attempt.how is None:
         return
     source, target, pause_s = left.decode.view, attempt.decode.view, attempt.gap_s or 0.0
-    what = (attempt.how.label, attempt.cause, attempt.kv_tokens * policy.kv_bytes_per_token)
+    what = (attempt.how.value, attempt.cause, attempt.kv_tokens * policy.kv_bytes_per_token)
     history.note_move(RequestMove(now_s, record.rid, source.name, target.name, *what, pause_s))
     if policy.recorder is not None:
         device_s = policy.clock.device_s

@@ -26,7 +26,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from pla_sglang.fleet.router.attempt_rules import RULES, may_follow
+from pla_sglang.fleet.router.attempt_rules import LOSSES, RULES, may_follow
 from pla_sglang.fleet.router.http import responses
 from pla_sglang.fleet.router.relay.attempt import (
     Attempt,
@@ -418,7 +418,7 @@ class Request(ClientWork):
     def _describe_over(self, cause: m.Cause, attempt: Attempt, worker: int, detail: str) -> m.Over:
         last = self.ask.over
         lost_with, refused_by, avoid = ((), (), ()) if last is None else (last.lost_with, last.refused_by, last.avoid)
-        if cause in (_LOST, _BROKEN, _ABORTED, _SILENT):
+        if cause in LOSSES:
             lost_with = (*lost_with, worker)
         elif cause is _FULL:
             refused_by = (*refused_by, worker)

@@ -41,12 +41,8 @@ class Milestone(enum.IntEnum):
     FIRST_TOKEN = 2  # first byte of the answer's body that is forwarded to the client
 
 
-class Outcome(enum.IntEnum):
-    """How a request ended; each request has exactly one outcome.
-
-    A relay reports what it saw; those in the second group are known to the control plane alone. ``label`` is the word
-    for it in the control plane's metrics, in /pla/ledger and in /pla/explain, where some outcomes are one word.
-    """
+class LabelledCode(enum.IntEnum):
+    """A code whose ``label`` is the word for it in metrics and pages."""
 
     label: str
 
@@ -54,6 +50,13 @@ class Outcome(enum.IntEnum):
         member = int.__new__(cls, number)
         member._value_, member.label = number, label
         return member
+
+
+class Outcome(LabelledCode):
+    """How a request ended; each request has exactly one outcome.
+
+    A relay reports what it saw; those in the second group are known to the control plane alone. Some have one label.
+    """
 
     OK = 0, "finished"  # answered completely, whatever status the instance gave below 400
     CLIENT_ERROR = 1, "finished"  # an instance answered 4xx, forwarded
@@ -86,15 +89,8 @@ class FailureKind(enum.IntEnum):
     BROKEN = 6  # connection ended behind the head of an answer: it may be the request, so its health is to be checked
 
 
-class Cause(enum.IntEnum):
+class Cause(LabelledCode):
     """Why an attempt is over before the answer is, and so the cause of the next one."""
-
-    label: str
-
-    def __new__(cls, number: int, label: str) -> Self:
-        member = int.__new__(cls, number)
-        member._value_, member.label = number, label
-        return member
 
     NOT_SENT = 0, "not_sent"  # an instance could not be reached, so no byte was sent to any
     TRANSFER_FAILED = 1, "transfer_failed"  # the KV did not get to decode; both instances hold nothing

@@ -210,7 +210,7 @@ def describe_attempt(attempt: Attempt) -> dict[str, Any]:
     return {
         "attempt": attempt.number,
         "cause": attempt.cause,
-        "how": None if attempt.how is None else attempt.how.label,
+        "how": None if attempt.how is None else attempt.how.value,
         "state": attempt.state.value,
         "delivered_tokens": attempt.delivered_tokens,
         "gap_s": attempt.gap_s,

@@ -12,12 +12,10 @@ point back to it, so the garbage collector need not visit it.
 
 from __future__ import annotations
 
-import enum
-from typing import Self
-
 import msgspec
 
 from pla_sglang.common.errors import IllegalMoveError
+from pla_sglang.fleet.router.attempt_rules import LOSSES
 from pla_sglang.fleet.router.control.requests.prompts import Prompt
 from pla_sglang.fleet.router.control.requests.targets import Target, find_tpot_target, find_ttft_target
 from pla_sglang.fleet.router.control.workers.table import Worker
@@ -71,18 +69,11 @@ DISPATCH = "dispatch"  # cause of a request's first attempt
 DRAIN = "drain"  # of one that moves away, as its instance is to be empty; policies have reasons of their own
 
 
-class MoveKind(enum.IntEnum):
+class MoveKind(FastEnum):
     """How an attempt goes on with a request that was at another instance."""
 
-    label: str
-
-    def __new__(cls, number: int, label: str) -> Self:
-        member = int.__new__(cls, number)
-        member._value_, member.label = number, label
-        return member
-
-    PULL = 1, "pull"  # it receives the KV cache of the request, which is paused
-    REDO = 2, "redo"  # it computes prompt and answer so far again
+    PULL = "pull"  # it receives the KV cache of the request, which is paused
+    REDO = "redo"  # it computes prompt and answer so far again
 
 
 class LegEntry(msgspec.Struct, gc=False, eq=False):
@@ -358,8 +349,6 @@ class RequestRecord(msgspec.Struct, gc=False, eq=False):
 
 
 _NOWHERE = Attempt()
-# Attempts that were over because of what became of their instance, or of its connection.
-LOSSES = frozenset({Cause.LOST, Cause.BROKEN, Cause.ABORTED, Cause.SILENT})
 
 
 def record_of(
