@@ -164,6 +164,14 @@ def test_a_chunk_in_the_last_batch_is_not_held(scene: HopScene) -> None:
     assert scene.answers[ticket] == [{"status": "waiting"}]
 
 
+def test_who_was_in_chunks_once_is_held(scene: HopScene) -> None:
+    """SGLang's running batch may be what was a prefill batch, with the name of its chunk still in it."""
+    req = scene.start()
+    scene.running.chunked_req = req
+    scene.turn()
+    assert scene.hold(req)["status"] == "held"
+
+
 def test_prefill_legs_are_refused(scene: HopScene) -> None:
     leg = scene.start()
     setattr(leg, KIND_ATTRIBUTE, LegKind.PREFILL)

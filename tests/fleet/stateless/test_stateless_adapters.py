@@ -17,8 +17,9 @@ def request(adapter: str | None, *, finished: bool = False) -> Any:
     return SimpleNamespace(lora_id=adapter, finished=lambda: finished)
 
 
-def batch(*adapters: str | None, chunked: Any = None) -> Any:
-    return SimpleNamespace(reqs=[request(adapter) for adapter in adapters], chunked_req=chunked)
+def batch(*adapters: str | None) -> Any:
+    decode = SimpleNamespace(is_extend=lambda: False)
+    return SimpleNamespace(reqs=[request(adapter) for adapter in adapters], chunked_req=None, forward_mode=decode)
 
 
 def fits(scheduler: Any, req: Any, used: set[str | None]) -> bool:

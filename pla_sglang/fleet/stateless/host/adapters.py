@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
+from pla_sglang.fleet.stateless.host.calls import list_chunked
 from pla_sglang.plugin.engine.host.requests import may_load_adapter
 
 T = TypeVar("T")
@@ -40,8 +41,7 @@ class AdapterPlaces:
         if not self._scheduler.enable_lora:
             return
         reqs = [req for batch in (running_batch, last_batch) if batch is not None for req in batch.reqs or ()]
-        chunks = (self._scheduler.chunked_req, getattr(last_batch, "chunked_req", None))
-        reqs += [req for req in chunks if req is not None]
+        reqs += list_chunked(self._scheduler, last_batch)
         self._used = {req.lora_id for req in reqs if not req.finished()}
 
     def take(self, req: Any) -> bool:

@@ -30,6 +30,18 @@ class Outcome(enum.Enum):
     FAILED = "failed"
 
 
+def list_chunked(scheduler: Any, last_batch: Any) -> list[Any]:
+    """Requests whose prompt is not computed whole yet. ``last_batch``: of the pass before; None: there was none.
+
+    SGLang makes a prefill batch its running batch where nothing runs, and the name of a chunk stays in it: of a batch
+    that decodes it says nothing.
+    """
+    chunks = [scheduler.chunked_req]
+    if last_batch is not None and last_batch.forward_mode.is_extend():
+        chunks.append(last_batch.chunked_req)
+    return [req for req in chunks if req is not None]
+
+
 def poll_senders(scheduler: Any, senders: Sequence[Any]) -> list[Outcome]:
     """How far each sender is; every rank gets the same answer."""
     from sglang.srt.disaggregation.base import KVPoll

@@ -160,8 +160,7 @@ class CommandRunner:
         if last_batch is not None and last_batch is not running_batch and last_batch.forward_mode.is_extend():
             batches.append(last_batch)
         req = next((req for batch in batches for req in batch.reqs if req.rid == command.rid), None)
-        chunked = (self._scheduler.chunked_req, getattr(last_batch, "chunked_req", None))
-        if req is None or req.is_retracted or req in chunked:
+        if req is None or req.is_retracted or req in calls.list_chunked(self._scheduler, last_batch):
             return self._look_elsewhere(req, command.rid)
         if req.finished() or req.to_finish is not None:
             return {"status": "finished"}
