@@ -194,7 +194,8 @@ class Migration:
         if not self._is_current(move):  # it has ended, or its instance is lost
             return
         if response.get("status") != "held":
-            self._fail(move, str(response.get("status")), resume=response.get("status") is None)
+            status = str(response.get("status"))
+            self._fail(move, status, str(response.get("reason", "")), resume=response.get("status") is None)
             return
         if move.target.state is WorkerState.DEAD:
             self._fail(move, "dead", resume=True)
@@ -236,7 +237,7 @@ class Migration:
         move = self._moves.get(dropped.rid)
         if move is not None and self._is_current(move) and move.attempt.number == dropped.attempt:
             why = dropped.cause
-            self._fail(move, why.label, resume=why is not _RESUMED, over=why in _OVER)
+            self._fail(move, why.label, dropped.detail, resume=why is not _RESUMED, over=why in _OVER)
 
     def on_ask(self, ask: m.Ask) -> None:
         """Where the present attempt is over, nothing comes of its move."""
@@ -254,14 +255,14 @@ class Migration:
             del self._moves[move.record.rid]
         return False
 
-    def _fail(self, move: RunningMove, why: str, *, resume: bool, over: bool = False) -> None:
+    def _fail(self, move: RunningMove, why: str, detail: str = "", *, resume: bool, over: bool = False) -> None:
         """The request goes on where it is, and rests. ``over``: the target holds nothing of it."""
         del self._moves[move.record.rid]
         record, now_s = move.record, self._clock()
         self._booking.end_candidate(record, move.attempt, now_s)
         for order in self._ledger.drop_candidate(record, now_s, over=over):
             self._order_abort(order)
-        move.attempt.ended_s = now_s
+        move.attempt.ended_s, move.attempt.failure = now_s, f"{why}: {detail}" if detail else why
         self.failed += 1
         former = self._failed.get(record.rid)
         self._failed[record.rid] = Failed(now_s, 1 if former is None else former.times + 1)

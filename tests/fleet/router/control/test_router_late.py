@@ -171,6 +171,7 @@ async def test_a_move_that_is_refused_leaves_the_request_where_it_is(caplog: pyt
         told = explain(one, "late")
         assert told["placed_on"] == decode.view.name
         assert [attempt["state"] for attempt in told["attempts"]] == ["streaming", "over"], "the move came to nothing"
+        assert told["attempts"][1]["detail"] == "refused: memory"
         assert 'pla_router_migration_failures_total{reason="refused"} 1.0' in one.admin("GET", "/metrics")[1]
         assert find_moves(one) == []
         for rid in ("refused", "mistake", "late"):

@@ -221,5 +221,5 @@ def describe_attempt(attempt: Attempt) -> dict[str, Any]:
         "first_s": attempt.first_token_s,
         "ended_s": attempt.ended_s,
         "over": None if attempt.over is None else attempt.over.cause.label,
-        "detail": "" if attempt.over is None else attempt.over.detail,
+        "detail": attempt.failure if attempt.over is None else attempt.over.detail,
     }

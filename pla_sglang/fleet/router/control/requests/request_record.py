@@ -133,6 +133,7 @@ class Attempt(msgspec.Struct, gc=False, eq=False):
         first_transfer: until it was sent, no KV had gone from this prefill to this decode instance: what lies between
             the end of its prefill and its first token has the set-up of their connection in it.
         over: what its relay said of its end, where another one was to follow.
+        failure: why nothing came of the move to it; "": it is no such attempt.
     """
 
     number: int = 1
@@ -154,6 +155,7 @@ class Attempt(msgspec.Struct, gc=False, eq=False):
     gap_s: float | None = None
     first_transfer: bool = False
     over: Over | None = None
+    failure: str = ""
 
     def move(self, state: AttemptState) -> None:
         """Raises IllegalMoveError for a move that the table above does not have."""
