@@ -292,7 +292,7 @@ def test_penalties_of_a_request_that_moves(pair: Pair, prompts: list[Prompt]) ->
     The source computes the tokens before a move by its own count. Where the last is another one, the target says so.
     """
     penalties = {"frequency_penalty": 0.4, "presence_penalty": 0.3}
-    params, statuses = redo([], LONG_ANSWER, **penalties), list[int]()
+    params, statuses = redo([], LONG_ANSWER, **penalties), list[int | None]()
     for target, source in ((pair.first, pair.second), (pair.second, pair.first)):
         whole = target.client.ask(prompts[4], LONG_ANSWER, sampling_params=params)["output_ids"]
         statuses += [move_with_penalties(source, target, prompts[4], whole, cut, penalties) for cut in range(1, 121, 8)]
@@ -302,15 +302,19 @@ def test_penalties_of_a_request_that_moves(pair: Pair, prompts: list[Prompt]) ->
 
 def move_with_penalties(
     source: Instance, target: Instance, prompt: Prompt, whole: list[int], cut: int, penalties: dict[str, float]
-) -> int:
-    """Move some tokens after ``cut``; the status of the target's answer, which is right where it is 200."""
+) -> int | None:
+    """Move some tokens after ``cut``; the status of the target's answer, which is right where it is 200. None: on a
+    busy machine the whole answer was there before the hold."""
     room = next_room()
     rid, params = f"pen-{room}x", redo(whole[:cut], len(whole), **penalties)
     ended = source.client.submit(prompt, len(whole), rid=rid, sampling_params=params)
     command = {"do": "hold", "rid": rid, "room": room, "for_s": 60}
     while (said := order(source, command)[0])["status"] in ("unknown", "waiting") and not ended.done():
         pass
-    assert said["status"] == "held"
+    if said["status"] != "held":
+        assert said["status"] in ("unknown", "finished")
+        ended.result()
+        return None
     again = {"input_ids": prompt, **pull(source, room, whole[: said["tokens"]], len(whole), **penalties)}
     status, answer = target.client.status("/generate", again)
     assert status in (200, 409)

@@ -8,6 +8,7 @@ tests wait for what happens, not for times; each leaves both instances ready for
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import random
@@ -37,6 +38,7 @@ LIMIT_S = 120.0  # of a step of a test, on a busy machine
 # scheduler and for connections, so that the launcher ends it when this time is over.
 DRAIN_S = 15
 FROZEN_S = 8.0
+TURNS = itertools.count()  # of scenes: a test that runs again has new ids
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +65,8 @@ class Scene:
     def __init__(self, cluster: dict[str, Any], seed: int) -> None:
         self.url, self.state = cluster["router"]["url"], cluster["state_file"]
         rng = random.Random(seed)
-        self.prompts = {f"s{seed}-{number}": chain.prompt_of(60, TOKENS - 1, rng) for number in range(STREAMS)}
+        turn = next(TURNS)  # in each id: SGLang aborts whatever has that of a stream which ended 2 s ago
+        self.prompts = {f"s{turn}-{number}": chain.prompt_of(60, TOKENS - 1, rng) for number in range(STREAMS)}
         self.answers = {rid: Answer() for rid in self.prompts}
 
     def workers(self) -> list[dict[str, Any]]:
