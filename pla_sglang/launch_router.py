@@ -9,10 +9,11 @@ Which instances prefill, decode or do both, it asks them. Each flag may stand in
 from __future__ import annotations
 
 import dataclasses
+import os
 import random
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pla_sglang.common import cli
@@ -21,11 +22,13 @@ from pla_sglang.common.errors import ConfigError, PlaError
 from pla_sglang.fleet.reserved import make_router_key
 from pla_sglang.fleet.router.config import RelayConfig
 from pla_sglang.fleet.router.control.knobs import ControlKnobs
+from pla_sglang.fleet.router.control.requests.moves import LENGTHS, STATED
 from pla_sglang.fleet.router.process.process_main import Stop, run_main, settle_memory, until_first
 from pla_sglang.fleet.router.process.supervisor import supervise_processes
 from pla_sglang.policy.registry import policy_names
 
 MAX_RELAYS = 64
+BENCH_VARIABLE = "PLA_BENCH"  # benches set it to 1 for what they start
 POLICY_FLAGS = {  # flag -> policies of ours that read it
     "boundary": ("pla", "combined", "combined-roles"),
     **dict.fromkeys(("pressure-interval-ms", "pressure-cool-down-ms", "pressure-hysteresis"), ("pla",)),
@@ -55,6 +58,7 @@ def read_config(argv: Sequence[str] | None) -> tuple[RouterConfig, cli.Settings]
     parser = cli.make_parser(RouterConfig, "launch_router", __doc__, allow_abbrev=False)
     parsed = cli.parse(parser, argv, RouterConfig)
     refuse_contradictions(parsed.config.control.policy, cli.typed_flags(parsed.options))
+    refuse_stated_lengths(parsed.config.control.moves.lengths, os.environ)
     return parsed.config, parsed.settings
 
 
@@ -66,6 +70,16 @@ def refuse_contradictions(policy: str, flags: set[str]) -> None:
     for key, readers in POLICY_FLAGS.items():
         if key in flags and policy in policy_names() and policy not in readers:
             raise ConfigError(f"--{key} is for --policy {', '.join(readers)}; {policy} does not read it")
+
+
+def refuse_stated_lengths(lengths: str, environ: Mapping[str, str]) -> None:
+    """Only a bench knows how long its answers will be; clients would move each other's requests by what they say.
+
+    Raises ConfigError.
+    """
+    if lengths == STATED and environ.get(BENCH_VARIABLE) != "1":
+        allowed = ", ".join(name for name in LENGTHS if name != STATED)
+        raise ConfigError(f"--lengths {STATED} is for benches, which know their answers; allowed: {allowed}")
 
 
 async def run_together(config: RouterConfig) -> int:

@@ -17,6 +17,7 @@ from typing import Any
 from bench.harness.report import say
 from pla_sglang.fleet.cluster.ports import free_port
 from pla_sglang.fleet.cluster.spec import KINDS, ROUTER_MODULES, ClusterConfig, EngineSpec, router_arguments
+from pla_sglang.launch_router import BENCH_VARIABLE
 from pla_sglang.testing.server import Server, ServerError, fetch, open_url
 
 CLUSTER_START_S, CLUSTER_STOP_S = 300.0, 40.0
@@ -55,8 +56,11 @@ class PausableServer(Server):
 @contextlib.contextmanager
 def running_child(command: Sequence[str], log: Path, *, stop_s: float) -> Iterator[subprocess.Popen[bytes]]:
     """A process in a session of its own. In the end it gets SIGINT as from Ctrl-C, and SIGKILL after ``stop_s``."""
+    environ = {**os.environ, BENCH_VARIABLE: "1"}
     with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, env=environ
+        )
     try:
         yield process
     finally:

@@ -17,8 +17,10 @@ from bench.harness.bench import ROOT, Bench, BenchError, measuring
 from bench.harness.catalogue import BENCHES
 from bench.harness.figures import panels
 from bench.harness.report import cell_text, emit, installed_sglang, markdown
+from bench.harness.servers import running_child
 from bench.harness.steps import NoStepError
 from pla_sglang.common.errors import ConfigError
+from pla_sglang.launch_router import BENCH_VARIABLE
 from pla_sglang.testing.server import ServerError
 
 SGLANG = installed_sglang()
@@ -204,3 +206,11 @@ def test_cells_of_a_table() -> None:
     assert [cell_text(value) for value in (True, 12345, 0.12345, "x", None)] == ["True", "12,345", "0.123", "x", "-"]
     assert markdown(["a", "b"], [["1", "2"]]) == "| a | b |\n| --- | --- |\n| 1 | 2 |"
     assert markdown(["a", "b"], [["1", "2"]], right=True) == "| a | b |\n| --- | ---: |\n| 1 | 2 |"
+
+
+def test_what_a_bench_starts_is_told_so(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    script = f"import os; print(os.environ[{BENCH_VARIABLE!r}])"
+    with running_child([sys.executable, "-c", script], log, stop_s=10.0) as child:
+        child.wait()
+    assert log.read_text() == "1\n"

@@ -24,7 +24,7 @@ from pla_sglang.common.errors import ConfigError
 from pla_sglang.fleet.cluster.ports import free_port
 from pla_sglang.fleet.router.control.knobs import ControlKnobs
 from pla_sglang.fleet.router.process.process_main import EXIT_FAILED
-from pla_sglang.launch_router import main, read_config
+from pla_sglang.launch_router import BENCH_VARIABLE, main, read_config
 from pla_sglang.testing.mock_instance import request_body, running_mocks
 from pla_sglang.testing.server import ServerError, open_url
 
@@ -57,6 +57,11 @@ def test_flags_go_to_the_part_that_knows_them() -> None:
             ["--pressure-hysteresis", "1", "--policy", "combined"],
             "--pressure-hysteresis is for --policy pla; combined does not read it",
         ),
+        (
+            ["--lengths", "stated"],
+            "--lengths stated is for benches, which know their answers; allowed: none, survival",
+        ),
+        ("lengths: stated", "--lengths stated is for benches, which know their answers; allowed: none, survival"),
         (["--slo-ttft", "5"], "unknown argument '--slo-ttft'; did you mean '--slo-ttft-ms'?"),
         (["--config", "{file}", "--port"], "argument --port: expected one argument"),
         (["--config", "/does/not/exist"], "/does/not/exist: No such file or directory"),
@@ -78,6 +83,11 @@ def test_bad_values_end_the_start_with_one_line(
         read_config(arguments)
     assert main(arguments) == EXIT_BAD_ARGUMENTS
     assert capsys.readouterr().err.strip() == "error: " + line.replace("{file}", str(file))
+
+
+def test_a_bench_may_state_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(BENCH_VARIABLE, "1")
+    assert read_config(["--lengths", "stated"])[0].control.moves.lengths == "stated"
 
 
 def test_flags_win_over_the_file(tmp_path: Path) -> None:

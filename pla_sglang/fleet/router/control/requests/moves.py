@@ -22,11 +22,12 @@ from pla_sglang.policy.interface.fleet import InstanceView
 from pla_sglang.policy.interface.remaining_length import NoPrediction, Oracle, RemainingPredictor
 from pla_sglang.policy.runner import Refusal
 
-# What is known of answers to come; "stated" is what a bench says of them (``running_requests.py``).
+STATED = "stated"  # by a bench, of its answers (``running_requests.py``); ``launch_router`` refuses it elsewhere
+# What is known of answers to come.
 LENGTHS: Mapping[str, Callable[[], RemainingPredictor]] = {
     "none": NoPrediction,
     "survival": SurvivalPredictor,
-    "stated": Oracle,
+    STATED: Oracle,
 }
 DISPATCH, PREFILLED = "dispatch", "prefilled"
 NO_MOVER, NOT_THERE = "nothing here can move requests", "it does not run at the source"
@@ -68,7 +69,7 @@ class MoveKnobs:
         "none",
         f"--lengths {{{','.join(LENGTHS)}}}",
         "what policies that move requests know of answers to come; survival: the median by those that have ended; "
-        "stated: the length that header x-answer-tokens says, for benches",
+        "stated: the length that header x-answer-tokens says, in benches only",
         allowed=Choice(tuple(LENGTHS)),
     )
 
