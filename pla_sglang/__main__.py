@@ -33,6 +33,11 @@ COMMANDS = {
     "parity": Subcommand("parity", "sim", "a recording of the router, decided again"),
     "view": Subcommand("view_recording", "", "a recording of the router as a page that draws the fleet over time"),
     "profile": Subcommand("profile", "sim", "step times of a running server"),
+    "predictor": Subcommand(
+        "predictor.__main__",
+        "engine",
+        "what is left of an answer, learned from hidden states; collect, train, evaluate",
+    ),
     BENCH: Subcommand("", "", "the benches of a checkout"),
     "doctor": Subcommand("doctor", "", "what works on this machine, and what to do about the rest"),
 }

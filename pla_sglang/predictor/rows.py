@@ -165,7 +165,7 @@ def split_of(rid: str, seed: int) -> str:
 def write_rows(path: Path, origin: RowsOrigin, requests: Sequence[SeenRequest]) -> None:
     """Write one file. Raises PredictorError."""
     counts = [len(one.generated) for one in requests]
-    columns = {
+    columns: dict[str, Any] = {
         "hidden": np.array([state for one in requests for state in one.hidden], dtype=np.float16),
         "generated": np.array([at for one in requests for at in one.generated], dtype=np.int64),
         "request": np.repeat(np.arange(len(requests), dtype=np.int64), counts),
@@ -210,7 +210,7 @@ def read_file(path: Path) -> Rows:
         raise PredictorError(f"{path} has no rows: {' '.join(str(error).split())}") from None
     origin, rids = read_origin(path, text)
     rows, requests = len(columns.get("generated", ())), len(rids)
-    shapes = dict.fromkeys(PER_ROW, (rows,)) | dict.fromkeys(PER_REQUEST, (requests,))
+    shapes: dict[str, tuple[int, ...]] = {**dict.fromkeys(PER_ROW, (rows,)), **dict.fromkeys(PER_REQUEST, (requests,))}
     shapes["hidden"] = (rows, origin.hidden_size)
     if {name: column.shape for name, column in columns.items()} != shapes:
         raise PredictorError(f"{path} is damaged: its columns do not fit each other")

@@ -17,7 +17,7 @@ import torch
 from pla_sglang.common.checks import Range, check_fields, knob
 from pla_sglang.common.errors import ConfigError
 from pla_sglang.predictor.model import MOST_WIDTH, WIDTHS, LengthMlp, PredictorError
-from pla_sglang.predictor.rows import TRAIN, VALIDATION, Floats, Rows
+from pla_sglang.predictor.rows import TRAIN, VALIDATION, Floats, Ints, Rows
 
 AT_ONCE = 8192  # rows of one pass without gradients: bounds the memory, 512 MiB at the paper's widths and size
 
@@ -62,7 +62,7 @@ class Samples:
     target: torch.Tensor
 
     @classmethod
-    def of(cls, rows: Rows, target: Floats, chosen: Any = slice(None)) -> Samples:
+    def of(cls, rows: Rows, target: Floats | Ints, chosen: Any = slice(None)) -> Samples:
         return cls(torch.from_numpy(rows.hidden[chosen]), torch.from_numpy(target[chosen].astype(np.float32)))
 
 
@@ -76,8 +76,8 @@ def whole_rows(rows: Rows) -> Rows:
 
 def train_on_rest(rows: Rows, knobs: TrainKnobs, show: ShowEpoch) -> LengthMlp:
     """An MLP that predicts the rest. ``rows``: of whole requests. Raises PredictorError."""
-    parts = [rows.split(name, knobs.seed) for name in (TRAIN, VALIDATION)]
-    return train_mlp(*(Samples.of(part, part.rest) for part in parts), knobs, show)
+    train, validation = (rows.split(name, knobs.seed) for name in (TRAIN, VALIDATION))
+    return train_mlp(Samples.of(train, train.rest), Samples.of(validation, validation.rest), knobs, show)
 
 
 def train_on_prompts(rows: Rows, knobs: TrainKnobs, show: ShowEpoch) -> LengthMlp:
@@ -85,10 +85,11 @@ def train_on_prompts(rows: Rows, knobs: TrainKnobs, show: ShowEpoch) -> LengthMl
 
     It is trained as the other is, on the first rows alone. Raises PredictorError.
     """
-    parts = [rows.split(name, knobs.seed) for name in (TRAIN, VALIDATION)]
-    lengths = [part.tokens[part.request].astype(np.float64) for part in parts]
-    first = [Samples.of(part, length, part.at_prompts()) for part, length in zip(parts, lengths, strict=True)]
-    return train_mlp(*first, knobs, show)
+    train, validation = (
+        Samples.of(part, part.tokens[part.request], part.at_prompts())
+        for part in (rows.split(name, knobs.seed) for name in (TRAIN, VALIDATION))
+    )
+    return train_mlp(train, validation, knobs, show)
 
 
 def train_mlp(train: Samples, validation: Samples, knobs: TrainKnobs, show: ShowEpoch) -> LengthMlp:
@@ -152,11 +153,11 @@ def moments(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def fold(mlp: LengthMlp, mean: torch.Tensor, deviation: torch.Tensor, scale: float) -> LengthMlp:
     """The MLP that does the same with hidden states as they are, and answers in tokens."""
     folded = copy.deepcopy(mlp).requires_grad_(False)
-    first, last = folded.layers[0], folded.layers[-1]
-    first.weight /= deviation
-    first.bias -= first.weight @ mean
-    last.weight *= scale
-    last.bias *= scale
+    (first, first_bias), (last, last_bias) = folded.layers[0].parameters(), folded.layers[-1].parameters()
+    first.div_(deviation)
+    first_bias.sub_(first @ mean)
+    last.mul_(scale)
+    last_bias.mul_(scale)
     return folded
 
 
