@@ -163,7 +163,7 @@ def split_of(rid: str, seed: int) -> str:
 
 
 def write_rows(path: Path, origin: RowsOrigin, requests: Sequence[SeenRequest]) -> None:
-    """Write one file. Raises PredictorError."""
+    """Write one file; there is a row. Raises PredictorError."""
     counts = [len(one.generated) for one in requests]
     columns: dict[str, Any] = {
         "hidden": np.array([state for one in requests for state in one.hidden], dtype=np.float16),
@@ -181,7 +181,7 @@ def read_rows(folder: Path) -> Rows:
     """All files of a folder. Raises PredictorError for what is no data set, or cannot be learned from."""
     paths = sorted(folder.glob("*.safetensors"))
     parts = [read_file(path) for path in paths]
-    if not sum(map(len, parts)):
+    if not parts:
         raise PredictorError(f"{folder} has no rows; allowed: a folder of python -m pla_sglang.predictor collect")
     origin = parts[0].origin
     for path, part in zip(paths, parts, strict=True):
