@@ -17,6 +17,8 @@ from pla_sglang.launch_cluster import LaunchConfig
 from pla_sglang.launch_router import RouterConfig
 from pla_sglang.plugin.config import PlaConfig, ServerKeys
 from pla_sglang.policy_packages import PolicyName
+from pla_sglang.predictor.__main__ import EvaluateConfig, TrainConfig
+from pla_sglang.predictor.collect import CollectConfig
 from pla_sglang.profile import ProfileConfig
 from pla_sglang.simulate import SimulateConfig
 
@@ -26,6 +28,9 @@ COMMANDS: dict[str, tuple[type, str]] = {
     "cluster": (LaunchConfig, "What it does not know goes to every engine. [A cluster](cluster.md)"),
     "simulate": (SimulateConfig, "[The simulator](simulator.md)"),
     "profile": (ProfileConfig, "[Profiles](emulation.md#profiles)"),
+    "predictor collect": (CollectConfig, "What it does not know goes to SGLang. [The length predictor](predictor.md)"),
+    "predictor train": (TrainConfig, "[What is trained](predictor.md#what-is-trained)"),
+    "predictor evaluate": (EvaluateConfig, "[Its figures](predictor.md#figures)"),
     "doctor": (DoctorConfig, "[Commands](server.md#commands)"),
 }
 INTRODUCTION = """\

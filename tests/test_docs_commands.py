@@ -21,11 +21,13 @@ from support.router_process import fake_instances, router_process
 from support.serving import until
 
 from bench.__main__ import main as run_bench
+from pla_sglang.predictor.__main__ import main as run_predictor
 
 TAGS = {"bash", "text", "python", "json", "promql"}
 SERVER, ROUTER = "pla_sglang.launch_server", "pla_sglang.launch_router"
 CLUSTER, SIMULATE = "pla_sglang.launch_cluster", "pla_sglang.simulate"
-KNOWN = {"make", "curl", "bench", SERVER, ROUTER, CLUSTER, SIMULATE}
+PREDICTOR = "pla_sglang.predictor"
+KNOWN = {"make", "curl", "bench", SERVER, ROUTER, CLUSTER, SIMULATE, PREDICTOR}
 
 
 class Parsed(BaseException):
@@ -121,6 +123,13 @@ def test_curl_lines_for_the_router(tmp_path: Path) -> None:
             until(lambda: router.ask("/workers")[1].count(b'"ready"') == 3, what="three instances that are ready")
             for command in block.commands:
                 run_curl(command, router.port, {"http://10.0.0.3:30000": newcomer.url})
+
+
+@pytest.mark.parametrize("command", commands_of(PREDICTOR), ids=str)
+def test_the_predictor_takes_the_arguments(command: Command) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run_predictor([*command.arguments, "--print-config"])
+    assert ended.value.code == 0
 
 
 @pytest.mark.parametrize("command", commands_of(SIMULATE), ids=str)

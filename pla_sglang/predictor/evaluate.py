@@ -37,7 +37,7 @@ def evaluate(mlp: LengthMlp, rows: Rows, knobs: TrainKnobs, show: ShowEpoch) -> 
     whole = whole_rows(rows)
     train, test = whole.split(TRAIN, knobs.seed), whole.split(TEST, knobs.seed)
     constant = float(np.median(train.rest))
-    curve = predict_by_survival(rows.split(TRAIN, knobs.seed), test)
+    curve = predict_by_curve(rows.split(TRAIN, knobs.seed), test)
     predicted = {
         LEARNED: predict(mlp, Samples.of(test, test.rest).hidden).numpy().astype(np.float64),
         CONSTANT: np.full(len(test), constant),
@@ -55,7 +55,7 @@ def evaluate(mlp: LengthMlp, rows: Rows, knobs: TrainKnobs, show: ShowEpoch) -> 
     }
 
 
-def predict_by_survival(learned: Rows, test: Rows) -> Floats:
+def predict_by_curve(learned: Rows, test: Rows) -> Floats:
     """By a curve whose window holds all requests that were learned from; nan where it says nothing."""
     predictor = SurvivalPredictor(SurvivalKnobs(window_ends=len(learned.rids)))
     for answer in learned.ended():

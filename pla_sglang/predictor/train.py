@@ -67,7 +67,7 @@ class Samples:
 
 
 def whole_rows(rows: Rows) -> Rows:
-    """Of the requests that the model has ended: the rest of the others is unknown. Raises PredictorError."""
+    """Those of requests that the model has ended; the rest of the others is unknown. Raises PredictorError."""
     found = rows.chosen(rows.whole)
     if not len(found):
         raise PredictorError(f"none of {len(rows.rids)} requests ended by itself; collect with a higher limit")
