@@ -20,6 +20,7 @@ from support.traces import write_plain
 from pla_sglang import parity, profile, simulate
 from pla_sglang.common import terminal
 from pla_sglang.common.errors import ConfigError
+from pla_sglang.predictor import __main__ as predictor
 from pla_sglang.sim.workload import Arrivals, generated_trace, length_model
 
 MANY = 4000
@@ -183,7 +184,10 @@ def test_a_bench_names_the_flag_too() -> None:
         terminal.require_folder_path("--out", Path("a/b"))
 
 
-@pytest.mark.parametrize(("module", "name"), [(simulate, "simulate"), (parity, "parity"), (profile, "profile")])
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [(simulate, "simulate"), (parity, "parity"), (profile, "profile"), (predictor, "predictor")],
+)
 def test_an_interrupted_command_says_one_line(
     module: object, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,6 +11,7 @@ import asyncio
 import dataclasses
 import shlex
 from collections.abc import Iterator, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -229,8 +230,6 @@ def start_engine(config: CollectConfig) -> Any:
 
 
 def origin_of(engine: Any, config: CollectConfig) -> RowsOrigin:
-    import sglang
-
     model = engine.tokenizer_manager.model_config
     dtype = str(model.dtype).removeprefix("torch.")
-    return RowsOrigin(config.model_path, model.hidden_size, dtype, sglang.__version__, config.every_steps)
+    return RowsOrigin(config.model_path, model.hidden_size, dtype, version("sglang"), config.every_steps)

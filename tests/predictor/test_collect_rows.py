@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import re
 import subprocess
 import sys
+import types
+from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from support.tiny_model import HIDDEN_SIZE, VOCABULARY_SIZE, make_tiny_model
 
-from pla_sglang.predictor.collect import Prompt, read_prompts, to_float16
+from pla_sglang.predictor import collect as collecting
+from pla_sglang.predictor.collect import CollectConfig, Prompt, read_prompts, to_float16
 from pla_sglang.predictor.model import PredictorError
 from pla_sglang.predictor.rows import read_rows
 
@@ -59,6 +64,98 @@ def test_a_state_that_float16_does_not_hold() -> None:
     for bad in (1e6, float("nan")):
         with pytest.raises(PredictorError, match="no finite number in float16"):
             to_float16([0.0, bad])
+
+
+class FakeEngine:
+    """Answers a request of n tokens with a part every 20, as SGLang does; n comes as its first prompt token."""
+
+    def __init__(self, stopped: type[BaseException] | None = None) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.stopped = stopped
+        self.is_shut_down = False
+        config = types.SimpleNamespace(hidden_size=2, dtype="torch.bfloat16")
+        self.tokenizer_manager = types.SimpleNamespace(model_config=config)
+
+    async def async_generate(
+        self, *, input_ids: list[int], sampling_params: dict[str, Any], **options: object
+    ) -> AsyncIterator[dict[str, Any]]:
+        assert options == {"return_hidden_states": "last", "stream": True}
+        return self._parts(input_ids, sampling_params["max_new_tokens"])
+
+    async def _parts(self, input_ids: list[int], limit: int) -> AsyncIterator[dict[str, Any]]:
+        length = input_ids[0]
+        if length == REFUSED:
+            raise ValueError("too long\nby far")
+        if self.stopped is not None and length == STOPPED:
+            raise self.stopped
+        for generated in range(1, min(length, limit), 20):
+            yield part_of(input_ids, generated, None)
+            await asyncio.sleep(0)
+        kind = "abort" if length == ABORTED else "stop" if length < limit else "length"
+        yield part_of(input_ids, min(length, limit), {"type": kind})
+
+    def shutdown(self) -> None:
+        self.is_shut_down = True
+
+
+REFUSED, ABORTED, STOPPED = 1001, 1002, 1003
+
+
+def part_of(input_ids: list[int], generated: int, reason: dict[str, str] | None) -> dict[str, Any]:
+    state = [float(input_ids[0]), float(generated)]
+    told = {"completion_tokens": generated, "prompt_tokens": len(input_ids), "finish_reason": reason}
+    return {"meta_info": {**told, "hidden_states": state}}
+
+
+def collect_from(
+    engine: FakeEngine, lengths: list[int], folder: Path, monkeypatch: pytest.MonkeyPatch, **options: Any
+) -> dict[str, Any]:
+    data = folder / "asked.jsonl"
+    data.write_text("".join(f'{{"input_ids": [{length}, 3]}}\n' for length in lengths))
+    monkeypatch.setattr(collecting, "start_engine", lambda config: engine)
+    options = {"at_once": 2, "max_new_tokens": 2000, **options}
+    return collecting.collect(CollectConfig("org/small", data, folder / "rows", **options))
+
+
+def test_files_are_small_and_hold_each_request_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collecting, "FILE_BYTES", 40)  # ten rows
+    engine = FakeEngine()
+    lengths = [50, 1, 130, 7, REFUSED, 300, 90, ABORTED]
+    told = collect_from(engine, lengths, tmp_path, monkeypatch, max_new_tokens=250)
+    assert engine.is_shut_down
+    assert (told["requests"], told["cut_requests"], told["refused_requests"]) == (6, 1, 2)
+    rows = read_rows(tmp_path / "rows")
+    assert told["files"] == len(list((tmp_path / "rows").iterdir())) > 1
+    assert told["rows"] == len(rows)
+    found = dict(zip(rows.rids, zip(rows.tokens, rows.whole, strict=True), strict=True))
+    assert found == {
+        "asked-1": (50, True),
+        "asked-2": (1, True),
+        "asked-3": (130, True),
+        "asked-4": (7, True),
+        "asked-6": (250, False),
+        "asked-7": (90, True),
+    }
+    for row in range(len(rows)):
+        place = rows.request[row]
+        length = lengths[int(rows.rids[place].removeprefix("asked-")) - 1]
+        assert rows.hidden[row].tolist() == [length, rows.generated[row]]
+        assert (rows.generated[row] - 1) % 20 == 0
+        assert rows.prompt_tokens[place] == 2
+    assert rows.origin.dtype == "bfloat16"
+
+
+def test_what_has_ended_before_an_interrupt_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = FakeEngine(stopped=KeyboardInterrupt)
+    with pytest.raises(KeyboardInterrupt):
+        collect_from(engine, [30, 30, STOPPED, 30], tmp_path, monkeypatch, at_once=1)
+    assert engine.is_shut_down
+    assert read_rows(tmp_path / "rows").rids == ["asked-1", "asked-2"]
+
+
+def test_no_request_that_comes_to_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(PredictorError, match="2 were refused, the first for this: asked-1: too long by far"):
+        collect_from(FakeEngine(), [REFUSED, REFUSED], tmp_path, monkeypatch)
 
 
 @pytest.mark.e2e
