@@ -91,13 +91,15 @@ class FittedPasses(msgspec.Struct, frozen=True, array_like=True):
 class RequestRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One request that decodes at the instance, or is held there: its KV tokens are the sum of both counts.
 
-    ``rid``: its id at the instance, which a router may have made of the client's.
+    ``rid``: its id at the instance, which a router may have made of the client's. ``rest_tokens``: predicted there to
+    come still, at least 1; None: the instance has no prediction. Reports of an earlier version end before it.
     """
 
     rid: str
     prompt_tokens: Count
     output_tokens: Count
     held: bool = False
+    rest_tokens: Count | None = None
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 from support.fake_scheduler import FakeReq
 
 from pla_sglang.common.errors import ConfigError, TelemetryError
-from pla_sglang.load.report import LARGEST_BYTES, MOST_ROWS, Report, RequestRow, decode, encode
+from pla_sglang.load.report import LARGEST_BYTES, MOST_ROWS, VERSION, Report, RequestRow, decode, encode
 from pla_sglang.plugin.engine.request_rows import LONGEST_RID_CHARS, RowCadence, RowsWanted, parse_rows
 
 
@@ -70,6 +71,16 @@ def test_a_report_with_all_its_rows_stays_below_its_largest_size() -> None:
     data = encode(report)
     assert len(data) < LARGEST_BYTES
     assert decode(data) == report
+
+
+def test_rows_of_a_version_without_predictions_are_read_and_those_with_more_columns_too() -> None:
+    known = {"instance": "a", "sequence": 1, "clock_s": 0.0, "version": VERSION}
+    for sent, read in (
+        (["a", 5, 1, False], RequestRow("a", 5, 1)),
+        (["a", 5, 1, False, 40], RequestRow("a", 5, 1, False, 40)),
+        (["a", 5, 1, False, None, "later"], RequestRow("a", 5, 1)),
+    ):
+        assert decode(msgspec.msgpack.encode({**known, "requests": [sent]})).requests == (read,)
 
 
 def test_a_row_of_a_routers_request_has_some_forty_bytes() -> None:

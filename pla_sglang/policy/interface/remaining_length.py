@@ -18,7 +18,7 @@ Floats = npt.NDArray[np.float64]
 
 
 class RunningAnswer(NamedTuple):
-    """One row of ``RunningAnswers``, in its order. ``known``: nan where the driver does not know it."""
+    """One row of ``RunningAnswers``, in its order. ``known``, ``predicted``: nan where the driver has none."""
 
     rid: str
     generated: float
@@ -27,6 +27,7 @@ class RunningAnswer(NamedTuple):
     limit_tokens: float = np.inf
     streamed: bool = True
     started_s: float = 0.0
+    predicted: float = np.nan
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -43,6 +44,7 @@ class RunningAnswers:
         place: name of the instance.
         now_s: of this look, by the clock of ``started_s``.
         models: by request, what counts as a model of its own; empty: all have one model.
+        predicted: tokens still to come as the place itself predicts; nan: it does not. None: of no request.
     """
 
     rids: Sequence[str]
@@ -55,16 +57,17 @@ class RunningAnswers:
     place: str = ""
     now_s: float = 0.0
     models: Sequence[str] = ()
+    predicted: Floats | None = None
 
     @classmethod
     def of(
         cls, rows: Iterable[RunningAnswer], place: str = "", now_s: float = 0.0, models: Sequence[str] = ()
     ) -> RunningAnswers:
         rows = list(rows)
-        columns = np.array([row[1:] for row in rows], dtype=np.float64).reshape(len(rows), 6).T
-        generated, known, prompts, limits, streamed, started_s = columns
+        columns = np.array([row[1:] for row in rows], dtype=np.float64).reshape(len(rows), 7).T
+        generated, known, prompts, limits, streamed, started_s, predicted = columns
         rids = [row[0] for row in rows]
-        return cls(rids, generated, known, prompts, limits, streamed, started_s, place, now_s, models)
+        return cls(rids, generated, known, prompts, limits, streamed, started_s, place, now_s, models, predicted)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -249,6 +249,20 @@ def test_lengths_are_learned_from_answers_that_have_ended() -> None:
     assert (learned["ended"], learned["whole"]) == (45, 5)
 
 
+def test_what_an_instance_predicts_counts_and_survival_where_it_predicts_nothing() -> None:
+    place = Place(lengths="learned")
+    for rid in ("a", "b"):
+        place.add(rid, 0)
+    limit_answer(place.add("c", 0), 60)
+    place.report(0, *(RequestRow(rid, 100, 20, False, rest) for rid, rest in (("a", 700), ("b", None), ("c", 700))))
+    for number in range(5):
+        place.running.note_end(make_record(f"d{number}"), 120, whole=True, at_s=100.0)
+    remaining = place.running.list_decodes(place.workers[0].view).remaining.tolist()
+    assert remaining == [700.0, 100.0, 40.0], "no answer is longer than its max_tokens"
+    said = place.running.lengths.to_dict()
+    assert (said["by_engine"], said["by_survival"], said["ended"]) == (2, 1, 5)
+
+
 def test_an_adapter_is_a_model_of_its_own() -> None:
     place = Place(lengths="survival")
     place.add("a", 0, adapter="tuned")
@@ -354,7 +368,7 @@ def test_many_requests_that_rested_are_forgotten() -> None:
 def test_knobs_out_of_range() -> None:
     with pytest.raises(ConfigError, match=r"--move-interval-ms 1\.0 is out of range"):
         MoveKnobs(interval_s=0.001)
-    with pytest.raises(ConfigError, match=r"--lengths 'oracle' .*none, survival, stated"):
+    with pytest.raises(ConfigError, match=r"--lengths 'oracle' .*none, survival, learned, stated"):
         MoveKnobs(lengths="oracle")
     with pytest.raises(ConfigError, match="--move-gain"):
         MoveKnobs(gain=-1.0)
@@ -411,6 +425,7 @@ async def fill(one: Scene) -> tuple[Worker, Worker]:
         ("star-no-prediction", "none", "star.migrate"),
         ("star", "stated", "star.migrate"),
         ("star", "survival", "star.migrate"),
+        ("star", "learned", "star.migrate"),
     ],
 )
 async def test_a_full_instance_is_relieved_and_the_run_replays(

@@ -16,6 +16,7 @@ from pla_sglang.fleet.router.control.requests.request_record import STREAMING, R
 from pla_sglang.fleet.router.control.workers.table import Worker
 from pla_sglang.fleet.router.wire.rids import find_rid
 from pla_sglang.policy.common.device_clock import DeviceClock
+from pla_sglang.policy.common.learned import LearnedPredictor
 from pla_sglang.policy.common.survival import SurvivalPredictor
 from pla_sglang.policy.interface.decisions import Migrate
 from pla_sglang.policy.interface.fleet import InstanceView
@@ -27,6 +28,7 @@ STATED = "stated"  # by a bench, of its answers (``running_requests.py``); ``lau
 LENGTHS: Mapping[str, Callable[[], RemainingPredictor]] = {
     "none": NoPrediction,
     "survival": SurvivalPredictor,
+    "learned": LearnedPredictor,
     STATED: Oracle,
 }
 DISPATCH, PREFILLED = "dispatch", "prefilled"
@@ -69,6 +71,7 @@ class MoveKnobs:
         "none",
         f"--lengths {{{','.join(LENGTHS)}}}",
         "what policies that move requests know of answers to come; survival: the median by those that have ended; "
+        "learned: what the instance predicts, else survival; "
         "stated: the length that header x-answer-tokens says, in benches only",
         allowed=Choice(tuple(LENGTHS)),
     )

@@ -133,6 +133,7 @@ class RunningRequests:
                 limit_tokens=limit_of(record),
                 streamed=record.ask.stream,
                 started_s=started_s_of(record),
+                predicted=math.nan if row.rest_tokens is None else row.rest_tokens,
             )
             for row, record in joined
         )
