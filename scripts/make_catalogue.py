@@ -25,6 +25,7 @@ WHEN = {
     Group.POOLS: "`--prefill-disagg spatial --dp-size N`, in the process that serves HTTP",
     Group.CONTROLLER: "the same, in the data-parallel controller process",
     Group.GRAPHS: "`--pla-graph-layout` is on, in scheduler processes",
+    Group.PREDICTOR: "`--pla-length-predictor` is given, in scheduler processes",
     Group.RUNNING: "`--prefill-disagg` is on or `--pla-stateless` is given, in scheduler processes",
     Group.STATELESS: "`--pla-stateless` is given, in scheduler processes",
     Group.STATELESS_HTTP: "the same, in the process that serves HTTP",

@@ -37,6 +37,7 @@ from sglang.srt.utils.common import add_prometheus_middleware
 from pla_sglang.sim.emulate.metrics import DeviceSeries
 from pla_sglang.policy.common.device_clock import DeviceClock
 from pla_sglang.plugin.engine.graphs.metrics import GraphSeries
+from pla_sglang.plugin.engine.predicted_lengths import show_outcomes
 from pla_sglang.plugin.engine.pools.series import Series as PoolSeries
 from pla_sglang.fleet.stateless.transfer.series import LegSeries
 from pla_sglang.plugin.engine.telemetry import Telemetry
@@ -66,6 +67,7 @@ Telemetry(DeviceClock(1.0)).attach(series)
 GraphSeries(series)
 PoolSeries(series)
 LegSeries(series)
+show_outcomes(series)
 DeviceSeries(series, "h200", 1.0)
 fields = {"prompt_tokens_buckets": None, "generation_tokens_buckets": None}
 publish_arguments(**fields)

@@ -3,10 +3,10 @@
 Who installs what:
 
 * a process that loads plugins (``register``): CLI; CPU where that platform is active; GUARD_SCHEDULER in children of a
-  server, on a supported host; EMULATE, GRAPHS, SCHEDULER and
-  TELEMETRY in the children of a server whose device is emulated, whose prefill graphs are on, whose scheduling is on,
-  whose load is reported, STATELESS in those of a stateless instance, and RUNNING where one of scheduling and stateless
-  is on; CONTROLLER instead of these in the data-parallel controller of a server with pools;
+  server, on a supported host; EMULATE, GRAPHS, SCHEDULER, TELEMETRY and PREDICTOR in the children of a server whose
+  device is emulated, whose prefill graphs are on, whose scheduling is on, whose load is reported, or that has a length
+  predictor, STATELESS in those of a stateless instance, and RUNNING where one of scheduling and stateless is on;
+  CONTROLLER instead of these in the data-parallel controller of a server with pools;
 * the process that parsed a command line: GUARD, and FRONTEND, POOLS and STATELESS_HTTP for such servers, from the
   ``cli.parse`` seam;
 * our own launcher: LAUNCHER.
@@ -31,6 +31,7 @@ HOST_SPECIFIC = {
     Group.SCHEDULER,
     Group.TELEMETRY,
     Group.CONTROLLER,
+    Group.PREDICTOR,
     Group.RUNNING,
     Group.STATELESS,
 }
@@ -77,6 +78,7 @@ def _groups(knobs: config.PlaConfig) -> list[Group]:
         (knobs.emulate is not None, Group.EMULATE),
         (knobs.graphs, Group.GRAPHS),
         (knobs.enabled, Group.SCHEDULER),
+        (knobs.length_predictor is not None, Group.PREDICTOR),
         (knobs.reports, Group.TELEMETRY),
         (knobs.enabled or knobs.stateless, Group.RUNNING),
         (knobs.stateless, Group.STATELESS),
@@ -101,10 +103,15 @@ def install_here(*groups: Group) -> None:
 
 
 def install_frontend(
-    *, scheduling: bool = True, pools: bool = False, reports: bool = False, stateless: bool = False
+    *,
+    scheduling: bool = True,
+    pools: bool = False,
+    reports: bool = False,
+    stateless: bool = False,
+    predictor: bool = False,
 ) -> None:
-    """Seams of the HTTP process, further ones where scheduling is on, there are pools, the load is reported, or the
-    instance is stateless.
+    """Seams of the HTTP process, further ones where scheduling is on, there are pools, the load is reported, the
+    instance is stateless, or it has a length predictor.
 
     Raises:
         HostMismatchError: with every reason, those of the processes to come included.
@@ -122,6 +129,7 @@ def install_frontend(
         (pools, Group.CONTROLLER),
         (scheduling or stateless, Group.RUNNING),
         (stateless, Group.STATELESS),
+        (predictor, Group.PREDICTOR),
     )
     wanted_seams = seams_of(*here, *(group for on, group in elsewhere if on))
     _install(seams_of(*here), version_reasons() + _seam_reasons(wanted_seams))

@@ -38,6 +38,7 @@ class Group(enum.Enum):
     POOLS = "pools"  # a server with a short and a long pool; the process that serves HTTP
     CONTROLLER = "controller"  # the same server; its data-parallel controller process
     GRAPHS = "graphs"  # prefill graphs of ours are on; scheduler processes
+    PREDICTOR = "predictor"  # a length predictor is given; scheduler processes
     RUNNING = "running"  # scheduling is on, or a stateless instance; scheduler processes
     STATELESS = "stateless"  # a stateless instance; scheduler processes
     STATELESS_HTTP = "stateless front"  # the same; the process that serves HTTP
@@ -50,6 +51,7 @@ GROUP_EXITS = {
     Group.GUARD_SCHEDULER: "As guard.message.",
     Group.EMULATE: "With the emulation.",
     Group.TELEMETRY: "When SGLang pushes its load to a router.",
+    Group.PREDICTOR: "When SGLang lets plugins read hidden states in a pass.",
     Group.RUNNING: "When the host takes what a running request has had from its tokens, and not from its passes.",
     Group.STATELESS: "When one engine of SGLang has both roles at once (0.5.23 switches between them, drained).",
     Group.STATELESS_HTTP: "As less.ends.",

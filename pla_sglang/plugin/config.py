@@ -236,6 +236,18 @@ class PlaConfig:
         "Name of this server in its load reports. Default: its host and port.",
         allowed=Pattern("(?s).{1,200}", "1 to 200 characters"),
     )
+    length_predictor: str | None = knob(
+        None,
+        "--pla-length-predictor FILE",
+        "Predict how many tokens each running request has still to come, from the model's hidden states (STAR), for "
+        "load reports. FILE: of a predictor that was trained for this model. Default: no prediction.",
+    )
+    length_steps: int = knob(
+        20,
+        "--pla-length-predictor-steps",
+        "Decode passes from one prediction to the next (STAR, k).",
+        allowed=Range(1, 10_000, "passes"),
+    )
     profile_at_launch: str = knob(
         "auto",
         "--pla-profile-at-launch {auto,on,off}",
@@ -323,6 +335,8 @@ class PlaConfig:
             raise ConfigError(f"--pla-role {self.role} needs --prefill-disagg spatial or temporal")
         if not self.enabled and self.profile_at_launch == "on":
             raise ConfigError("--pla-profile-at-launch on needs --prefill-disagg")
+        if self.length_predictor is None and self.length_steps != 20:
+            raise ConfigError("--pla-length-predictor-steps needs --pla-length-predictor FILE")
         if not self.stateless and (self.receive_share, self.send_share, self.hold_share) != (0.5, 0.5, 0.25):
             raise ConfigError("--pla-receive-share, --pla-send-share and --pla-hold-share need --pla-stateless")
         given = (self.time_scale, self.emulate_kv_gbps, self.emulate_kv_failures)

@@ -85,6 +85,13 @@ LOOKED_UP = {
     "sched.info": ("sglang.srt.managers.scheduler.run_scheduler_process", "scheduler.get_init_info"),
     "sched.state": (_SCHEDULER + "init_request_dispatcher", "self.get_internal_state"),
     "sched.control": (_SCHEDULER + "init_request_dispatcher", "self.set_internal_state"),
+    "pred.capture": (
+        "sglang.srt.model_executor.runner.base_runner.BaseRunner.__init__",
+        "get_server_return_hidden_states_mode",
+    ),
+    "pred.forward": (_SCHEDULER + "run_batch", "self.model_worker.forward_batch_generation"),
+    "pred.ready": ("sglang.srt.managers.scheduler.run_scheduler_process", "scheduler.get_init_info"),
+    "pred.state": (_SCHEDULER + "init_request_dispatcher", "self.get_internal_state"),
     "tele.ready": ("sglang.srt.managers.scheduler.run_scheduler_process", "scheduler.get_init_info"),
     "tele.received": (
         "sglang.srt.managers.scheduler_components.request_receiver.SchedulerRequestReceiver.recv_requests",

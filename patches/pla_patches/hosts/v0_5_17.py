@@ -67,6 +67,10 @@ TARGETS = {
         "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation",
         "self, batch, forward_batch, pp_proxy_tensors, is_verify, skip_attn_backend_init, capture_hidden_mode",
     ),
+    "forward_batch.get_server_return_hidden_states_mode": Signature(
+        "sglang.srt.model_executor.forward_batch_info.get_server_return_hidden_states_mode",
+        "server_args",
+    ),
     "batch_result.copy_to_cpu": Signature(
         "sglang.srt.managers.utils.GenerationBatchResult.copy_to_cpu",
         "self, return_logprob, return_hidden_states",

@@ -68,6 +68,10 @@ TARGETS = {
         "self, batch, forward_batch, pp_proxy_tensors, is_verify, skip_attn_backend_init, capture_hidden_mode, "
         "return_kv_loc_plan",
     ),
+    "forward_batch.get_server_return_hidden_states_mode": Signature(
+        "sglang.srt.model_executor.forward_batch_info.get_server_return_hidden_states_mode",
+        "",
+    ),
     "batch_result.copy_to_cpu": Signature(
         "sglang.srt.managers.utils.GenerationBatchResult.copy_to_cpu",
         "self, return_logprob, return_hidden_states",

@@ -14,13 +14,26 @@ from pla_patches.table.graphs import GRAPHS
 from pla_patches.table.migration_http import MIGRATION_HTTP
 from pla_patches.table.platform import PLATFORM
 from pla_patches.table.pools import POOLS
+from pla_patches.table.predictor import PREDICTOR
 from pla_patches.table.queues import QUEUES
 from pla_patches.table.reports import REPORTS
 from pla_patches.table.running import RUNNING
 from pla_patches.table.scheduler import SCHEDULER
 from pla_patches.table.stateless import STATELESS
 
-SUBSCRIBERS = (*CLI, *PLATFORM, *GRAPHS, *SCHEDULER, *REPORTS, *POOLS, *RUNNING, *STATELESS, *QUEUES, *MIGRATION_HTTP)
+SUBSCRIBERS = (
+    *CLI,
+    *PLATFORM,
+    *GRAPHS,
+    *SCHEDULER,
+    *PREDICTOR,
+    *REPORTS,
+    *POOLS,
+    *RUNNING,
+    *STATELESS,
+    *QUEUES,
+    *MIGRATION_HTTP,
+)
 
 
 def table(known: Host | None = None) -> tuple[Seam, ...]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from pla_sglang.common.errors import ConfigError
 from pla_sglang.plugin.config import DOPD, PlaConfig
-from pla_sglang.plugin.engine.host.arguments import find_split_attention
+from pla_sglang.plugin.engine.host.arguments import find_split_attention, read_model_config
 
 
 def check_flags(server_args: Any, config: PlaConfig) -> None:
@@ -25,6 +26,45 @@ def check_start(server_args: Any, config: PlaConfig) -> None:
             f"--pla-role {config.role} cannot be combined with --dp-size {server_args.dp_size}: ranks have roles of "
             "their own, see --pla-short-ranks and POST /pla/role"
         )
+
+
+def check_predictor(server_args: Any, resolved: Any, config: PlaConfig) -> None:
+    """Raises ConfigError where a length predictor cannot be used with the flags or the model of this server.
+
+    Args:
+        server_args: as SGLang made them.
+        resolved: what it has decided.
+    """
+    if config.length_predictor is None:
+        return
+    from pla_sglang.predictor.model import check_fits, load_predictor
+
+    flag = f"--pla-length-predictor {config.length_predictor}"
+    if reasons := [reason for broken, reason in _predictor_rules(resolved) if broken]:
+        raise ConfigError(f"{flag} cannot be combined with: {'; '.join(reasons)}")
+    facts = load_predictor(Path(config.length_predictor)).facts
+    model = read_model_config(server_args)
+    dtype = str(model.dtype).removeprefix("torch.")
+    reasons = check_fits(facts, model_name=resolved.model_path, hidden_size=model.hidden_size, dtype=dtype)
+    if reasons:
+        raise ConfigError(f"{flag} does not fit: {'; '.join(reasons)}")
+
+
+def _predictor_rules(args: Any) -> list[tuple[bool, str]]:
+    def is_set(name: str) -> bool:
+        return bool(getattr(args, name, None))
+
+    split = find_split_attention(args)
+    stages = getattr(args, "pp_size", 1) or 1
+    return [
+        (is_set("speculative_algorithm"), "--speculative-algorithm (it has several tokens a step)"),
+        (stages > 1, "--pipeline-parallel-size above 1 (the last stage has the states, the first one reports)"),
+        (split is not None, f"{split} (not tested)"),
+        (is_set("is_embedding"), "--is-embedding (there are no answers)"),
+        (is_set("dllm_algorithm"), "--dllm-algorithm (it has several tokens a step)"),
+        (is_set("enable_two_batch_overlap"), "--enable-two-batch-overlap (not tested)"),
+        (is_set("enable_pdmux"), "--enable-pdmux (not tested)"),
+    ]
 
 
 def _rules(args: Any, config: PlaConfig) -> list[tuple[bool, str]]:

@@ -20,7 +20,7 @@ from pla_sglang.plugin.config import PlaConfig
 from pla_sglang.plugin.engine import backlog
 from pla_sglang.plugin.engine.fleet_part import fleet_part
 from pla_sglang.plugin.engine.pass_timer import PassTimer, computes_in_launch, make_marks
-from pla_sglang.plugin.engine.request_rows import RowCadence
+from pla_sglang.plugin.engine.request_rows import FindRest, RowCadence
 from pla_sglang.plugin.engine.snapshot import attention_of, context_tokens, prefill_count, slo_s
 from pla_sglang.plugin.engine.step_measurement import UNMIXED_STRIDE
 from pla_sglang.plugin.engine.token_intervals import TokenIntervals
@@ -210,10 +210,14 @@ class Probe:
             busy_s=self.busy.busy_s,
             errors=dict(self.errors),
             legs=fleet.describe_load(),
-            requests=self.rows.take_rows(running, fleet.list_paused(), now_s),
+            requests=self.rows.take_rows(running, fleet.list_paused(), now_s, self._find_rest()),
             **describe_steps(self._fits if adapter is None else adapter.steps.fits),
             **self._scheduling(),
         )
+
+    def _find_rest(self) -> FindRest | None:
+        lengths = getattr(self.scheduler, "pla_lengths", None)
+        return None if lengths is None else lengths.find_rest_tokens
 
     def _scheduling(self) -> dict[str, Any]:
         """Fields that only an instance with our scheduling has."""

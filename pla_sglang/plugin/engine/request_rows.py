@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from pla_sglang.common.errors import ConfigError
 from pla_sglang.load.report import MOST_ROWS, RequestRow
 
+FindRest = Callable[[Any], int | None]  # of a request: tokens predicted to come still, if any
 LEAST_INTERVAL_S, MOST_INTERVAL_S = 0.02, 3600.0
 LONGEST_RID_CHARS = 256  # requests with longer ids have no row, so that a report stays below its largest size
 
@@ -56,13 +57,15 @@ class RowCadence:
         if wanted != self.wanted:
             self.wanted, self._due_s = wanted, float("-inf")
 
-    def take_rows(self, running: Iterable[Any], held: Iterable[Any], now_s: float) -> tuple[RequestRow, ...] | None:
+    def take_rows(
+        self, running: Iterable[Any], held: Iterable[Any], now_s: float, find_rest: FindRest | None = None
+    ) -> tuple[RequestRow, ...] | None:
         """None: they are not due. Of more requests than are wanted, those with the most KV tokens."""
         wanted = self.wanted
         if wanted is None or now_s < self._due_s:
             return None
         self._due_s = now_s + wanted.every_s
-        rows = [*_rows_of(running, held=False), *_rows_of(held, held=True)]
+        rows = [*_rows_of(running, find_rest, held=False), *_rows_of(held, find_rest, held=True)]
         if len(rows) > wanted.most:
             rows = heapq.nlargest(wanted.most, rows, key=lambda row: row.prompt_tokens + row.output_tokens)
         self.sent += len(rows)
@@ -75,9 +78,15 @@ class RowCadence:
         return {"every_s": self.wanted.every_s, "most": self.wanted.most, "sent": self.sent}
 
 
-def _rows_of(reqs: Iterable[Any], *, held: bool) -> Sequence[RequestRow]:
+def _rows_of(reqs: Iterable[Any], find_rest: FindRest | None, *, held: bool) -> Sequence[RequestRow]:
     return [
-        RequestRow(req.rid, len(req.origin_input_ids), len(req.output_ids), held)
+        RequestRow(
+            req.rid,
+            len(req.origin_input_ids),
+            len(req.output_ids),
+            held,
+            None if find_rest is None else find_rest(req),
+        )
         for req in reqs
         if len(req.rid) <= LONGEST_RID_CHARS
     ]

@@ -71,7 +71,8 @@ def of_batch(batch: Any) -> GraphReason | None:
         return GraphReason.EMBEDDINGS
     if batch.mrope_positions is not None or any(one is not None for one in batch.mm_inputs or ()):
         return GraphReason.MULTIMODAL
-    if batch.capture_hidden_mode is not None and batch.capture_hidden_mode.need_capture():
+    # Those of last tokens come from the tail, which is run on the live batch.
+    if batch.capture_hidden_mode is not None and batch.capture_hidden_mode.is_full():
         return GraphReason.HIDDEN_STATES
     if any(one is not None for one in batch.lora_ids or ()):
         return GraphReason.LORA

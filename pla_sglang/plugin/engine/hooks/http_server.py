@@ -45,14 +45,22 @@ def around_from_cli_args(original: Callable[..., Any], cls: Any, args: argparse.
         config = config.for_device(str(known.device))
         compat.check_flags(known, config)
         compat.check_start(known, config)
+        compat.check_predictor(server_args, known, config)
         if hands_over_by_nixl(known, config):
             pla_config.publish_address(known.host)
         pools = compat.has_pools(known, config)
         if pools:
             config = config.replace(controller_folder=socket_folder())
         pla_config.publish(config)
-        if config.enabled or config.reports or config.stateless or not version_reasons():
-            install_frontend(scheduling=config.enabled, pools=pools, reports=config.reports, stateless=config.stateless)
+        predictor = config.length_predictor is not None
+        if config.enabled or config.reports or config.stateless or predictor or not version_reasons():
+            install_frontend(
+                scheduling=config.enabled,
+                pools=pools,
+                reports=config.reports,
+                stateless=config.stateless,
+                predictor=predictor,
+            )
             if note := host.untested_note():
                 print(f"warning: sglang {host.installed_version()} is {note}", file=sys.stderr, flush=True)
     except PlaError as error:

@@ -30,3 +30,10 @@ def read_fields(server_args: Any) -> dict[str, Any]:
     """What was given, by name: the host's record is a plain object or a struct without ``vars``."""
     names = getattr(server_args, "__struct_fields__", None)
     return vars(server_args) if names is None else {name: getattr(server_args, name) for name in names}
+
+
+def read_model_config(server_args: Any) -> Any:
+    """What the files of the model say of it. Reads them."""
+    from sglang.srt.configs.model_config import ModelConfig
+
+    return ModelConfig.from_server_args(server_args)
