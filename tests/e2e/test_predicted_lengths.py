@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from support.tiny_model import HIDDEN_SIZE
 from pla_sglang.load.pull import Puller
 from pla_sglang.load.report import RequestRow
 from pla_sglang.predictor.model import LengthMlp, PredictorFacts, save_predictor
-from pla_sglang.testing.server import Server
+from pla_sglang.testing.server import Server, fetch, greedy_body
 
 pytestmark = pytest.mark.e2e
 
@@ -125,3 +126,23 @@ def test_clients_cannot_read_hidden_states_for_it(client: Client) -> None:
 
 def test_series_count_what_became_of_predictions(client: Client) -> None:
     assert re.search(r'^pla_length_predictions_total{.*outcome="used".*} [1-9]', client.metrics(), re.M)
+
+
+def test_a_router_takes_what_its_instances_predict(
+    tiny_model: Callable[[str], Path], forked_cluster: Callable[..., Any], tmp_path: Path
+) -> None:
+    pytest.importorskip("nixl", reason="stateless instances need NIXL")
+    model = tiny_model("float32")
+    predictor = make_predictor(tmp_path / "lengths.safetensors", model)
+    flags = (
+        *("--stateless", "2", "--policy", "star", "--model-path", str(model), "--device", "cpu"),
+        *("--pla-length-predictor", str(predictor), "--pla-length-predictor-steps", str(K)),
+        *("--router-args", "--lengths learned --migration on --move-interval-ms 50"),
+    )
+    with forked_cluster(tmp_path, *flags) as cluster, ThreadPoolExecutor(2) as pool:
+        url = cluster["url"]
+        body = greedy_body([5, 6, 7], LONG_ANSWER)
+        running = [pool.submit(fetch, f"{url}/generate", body) for _ in range(2)]
+        until(lambda: fetch(f"{url}/pla/state")["moves"]["lengths"]["by_engine"] > 0, what="predictions at the router")
+        first, second = (one.result()["output_ids"] for one in running)
+        assert first == second
