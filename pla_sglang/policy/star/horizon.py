@@ -10,6 +10,15 @@ A move of r from s to t changes the load of two instances only and leaves the me
 
 where k is the number of grid steps before r ends. ``reduction`` is that sum, O(H). As x_j is linear in t_j, it falls
 into sums over j < k that do not depend on r: with the running sums that a ``Summary`` keeps, a candidate costs O(1).
+
+Beyond the paper, whose future "is derived from active requests only" (section 5.1): who ends makes room for arrivals,
+and dispatch sends them where the load is least. So the fleet is taken to hold at each grid step at least what it holds
+now, and N_i(j) is what runs or the level up to which arrivals fill the emptiest instances, whichever is more:
+
+    M_i(j) = max(N_i(j), level_j),   level_j such that sum_i M_i(j) = max(sum_i N_i(j), sum_i N_i(0))
+
+Of all ways to spread arrivals this one has the least variance. After a move (M_s - x, M_t + x) is one of the ways, so
+the reduction computed from M is a lower bound of the true one. Where no length is known nothing ends, and M is N.
 """
 
 from __future__ import annotations
@@ -124,6 +133,34 @@ def summaries(batches: Sequence[DecodeBatch], horizon: Horizon) -> list[Summary]
         Summary(loads[i], sum_wn[i], sum_wtn[i], peak[i], largest[i], float(weighted[i]), batch, ends[i, inside[i]])
         for i, batch in enumerate(batches)
     ]
+
+
+def expect_arrivals(reports: Sequence[Summary], horizon: Horizon) -> Sequence[Summary]:
+    """The same with the arrivals that take the place of requests that end: M of the module. ``peak`` is left as it is.
+
+    Line 21 asks for memory before arrivals, which are sent where there is room. O(n log n) a grid step.
+    """
+    loads = np.stack([report.loads for report in reports])
+    missing = loads[:, 0].sum() - loads.sum(axis=0)
+    if not (missing > 0).any():
+        return reports
+    loads = np.maximum(loads, arrival_level(loads, np.maximum(missing, 0.0)))
+    sum_wn, sum_wtn = running(horizon.weights * loads), running(horizon.weights * horizon.steps * loads)
+    weighted = loads[:, 1:] @ horizon.beta
+    return [
+        dataclasses.replace(report, loads=row, sum_wn=sums, sum_wtn=sums_t, weighted=float(mean))
+        for report, row, sums, sums_t, mean in zip(reports, loads, sum_wn, sum_wtn, weighted, strict=True)
+    ]
+
+
+def arrival_level(loads: Floats, missing: Floats) -> Floats:
+    """The level up to which so many tokens fill the lowest of ``loads``, [instances, points]; shape [points]."""
+    ordered = np.sort(loads, axis=0)
+    filled = np.arange(1, len(loads) + 1)[:, None]
+    levels = (missing + np.cumsum(ordered, axis=0)) / filled  # if the lowest 1, 2, ... share them
+    # One more instance is filled as long as its load is below the level of those before it, so the least level holds.
+    least: Floats = levels.min(axis=0)
+    return least
 
 
 def _unlisted_loads(batches: Sequence[DecodeBatch], steps: Floats) -> Floats:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from pla_sglang.common.checks import Range, check_fields, knob
 from pla_sglang.policy.common.client_gain import ClientGain, DecodeLoad
 from pla_sglang.policy.interface.step_times import StepTimes
-from pla_sglang.policy.star.horizon import Floats, Horizon, Summary
+from pla_sglang.policy.star.horizon import Floats, Horizon, Summary, expect_arrivals
 
 TARGETS_AT_ONCE = 16
 
@@ -236,8 +236,13 @@ def best_move(
 ) -> Choice:
     """Lines 5 to 8 and 24 to 34. With ``client``, moves by which the client of the request does not gain are left out.
 
-    The answer is a function of the input: of equal moves the first in the order of search is taken.
+    The answer is a function of the input: of equal moves the first in the order of search is taken. Loads to come
+    include arrivals (``horizon.py``). Without them each load to come would be below each present one where answers are
+    shorter than the horizon, and line 15, which compares the two, would leave no target.
     """
+    if len(workers) > 1:
+        reports = expect_arrivals([worker.summary for worker in workers], horizon)
+        workers = [dataclasses.replace(worker, summary=report) for worker, report in zip(workers, reports, strict=True)]
     overloaded, underloaded = classify(workers, knobs.theta) if len(workers) > 1 else ([], [])
     if not overloaded or not underloaded:
         return Choice(None, 0.0, bool(overloaded))

@@ -26,7 +26,15 @@ from pla_sglang.policy.interface.remaining_length import (
     RunningAnswer,
     RunningAnswers,
 )
-from pla_sglang.policy.star.horizon import Horizon, HorizonKnobs, reduction, summaries, summarise, trace
+from pla_sglang.policy.star.horizon import (
+    Horizon,
+    HorizonKnobs,
+    expect_arrivals,
+    reduction,
+    summaries,
+    summarise,
+    trace,
+)
 from pla_sglang.policy.star.policy import StarKnobs, StarRescheduler
 from pla_sglang.policy.star.predictors import (
     FIGURE_7_SHARES,
@@ -74,17 +82,26 @@ def test_workers_summed_up_together_are_each_as_if_alone(batches: list[Rows], st
         assert together.weighted == pytest.approx(alone.weighted, rel=1e-12)
 
 
+def with_arrivals(workers: list[Worker], horizon: Horizon) -> list[Worker]:
+    reports = expect_arrivals([one.summary for one in workers], horizon)
+    return [dataclasses.replace(one, summary=report) for one, report in zip(workers, reports, strict=True)]
+
+
+def expected_loads(batches: list[Rows], horizon: Horizon) -> npt.NDArray[np.float64]:
+    return np.stack([one.summary.loads for one in with_arrivals([worker(rows, horizon) for rows in batches], horizon)])
+
+
 def variance_objective(batches: list[Rows], horizon: Horizon) -> float:
-    return objective(np.stack([worker(rows, horizon).summary.loads for rows in batches]), horizon)
+    return objective(expected_loads(batches, horizon), horizon)
 
 
 def brute_force(batches: list[Rows], horizon: Horizon, knobs: SelectKnobs, room: int) -> float:
     """Best reduction over all feasible moves, by carrying each one out and computing eq. 4 anew."""
     workers = [worker(rows, horizon, room) for rows in batches]
-    overloaded, underloaded = classify(workers, knobs.theta)
-    best, before = 0.0, variance_objective(batches, horizon)
+    overloaded, underloaded = classify(with_arrivals(workers, horizon), knobs.theta)
+    best, before, expected = 0.0, variance_objective(batches, horizon), expected_loads(batches, horizon)
     for source, target in itertools.product(overloaded, underloaded):
-        for position, row in enumerate(batches[source]):
+        for row in batches[source]:
             _, tokens, remaining = row
             left = float(knobs.unknown_tokens) if remaining is None else remaining
             if source == target or (remaining is not None and remaining <= knobs.migrate_base_s / 0.02):
@@ -96,9 +113,11 @@ def brute_force(batches: list[Rows], horizon: Horizon, knobs: SelectKnobs, room:
             limit = knobs.memory_share * room
             if loads[0] + tokens + left > limit or max(together) > limit:
                 continue
-            after = [list(rows) for rows in batches]
-            after[target].append(after[source].pop(position))
-            best = max(best, before - variance_objective(after, horizon))
+            moved = np.array(trace(tokens, float("inf") if remaining is None else remaining, steps))
+            after = expected.copy()  # arrivals stay where they were expected
+            after[source] -= moved
+            after[target] += moved
+            best = max(best, before - objective(after, horizon))
     return best
 
 
@@ -122,9 +141,55 @@ def test_the_gain_is_the_definition(batches: list[Rows]) -> None:
         return
     _, tokens, left = batches[move.source][move.request]
     moved = trace(tokens, float("inf") if left is None else left, list(horizon.steps))
-    source, target = (list(workers[index].summary.loads) for index in (move.source, move.target))
+    loads = expected_loads(batches, horizon)
+    source, target = (loads[index].tolist() for index in (move.source, move.target))
     expected = reduction(source, target, moved, list(horizon.weights), len(workers))
     assert move.gain == pytest.approx(expected, abs=1e-6)
+
+
+@given(st.lists(LOADS, min_size=2, max_size=4))
+def test_a_move_brings_at_least_its_gain(batches: list[Rows]) -> None:
+    """Arrivals that are spread anew after the move can but lower the objective further."""
+    horizon = Horizon(SMALL)
+    move = best_move([worker(rows, horizon) for rows in batches], horizon, ANY_GAIN).move
+    if move is None:
+        return
+    before = variance_objective(batches, horizon)
+    after = [list(rows) for rows in batches]
+    after[move.target].append(after[move.source].pop(move.request))
+    assert before - variance_objective(after, horizon) >= move.gain - 1e-9 * max(1.0, before)
+
+
+@given(st.lists(LOADS, min_size=2, max_size=5))
+def test_arrivals_fill_the_lowest_loads_to_one_level(batches: list[Rows]) -> None:
+    horizon = Horizon(SMALL)
+    loads = np.stack([worker(rows, horizon).summary.loads for rows in batches])
+    filled = expected_loads(batches, horizon)
+    assert filled.sum(axis=0) == pytest.approx(np.maximum(loads.sum(axis=0), loads[:, 0].sum()))
+    raised = filled > loads + 1e-9 * filled.max()
+    for step in range(loads.shape[1]):
+        if raised[:, step].any():
+            assert filled[raised[:, step], step] == pytest.approx(filled[:, step].min())
+    assert np.array_equal(filled[:, 0], loads[:, 0])
+
+
+@given(st.lists(LOADS, min_size=2, max_size=5))
+def test_without_lengths_nothing_ends_and_no_arrival_is_expected(batches: list[Rows]) -> None:
+    horizon = Horizon(SMALL)
+    unknown: list[Rows] = [[(rid, tokens, None) for rid, tokens, _ in rows] for rows in batches]
+    reports = summaries([DecodeBatch.of(rows) for rows in unknown], horizon)
+    assert expect_arrivals(reports, horizon) is reports
+
+
+def test_answers_shorter_than_the_horizon_leave_targets() -> None:
+    """Line 15 compares the load now with the one to come, which without arrivals is next to nothing here."""
+    horizon = Horizon(HorizonKnobs())
+    rows: Rows = [(f"r{index}", 500, 300.0) for index in range(12)]
+    workers = [worker(rows[:count], horizon) for count in (12, 8, 8)]
+    assert classify(workers, 0.1)[1] == []
+    move = best_move(workers, horizon, ANY_GAIN).move
+    assert move is not None
+    assert move.source == 0
 
 
 class Counted(list[float]):
