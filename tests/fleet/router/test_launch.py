@@ -61,7 +61,10 @@ def test_flags_go_to_the_part_that_knows_them() -> None:
             ["--lengths", "stated"],
             "--lengths stated is for benches, which know their answers; allowed: none, survival, learned",
         ),
-        ("lengths: stated", "--lengths stated is for benches, which know their answers; allowed: none, survival, learned"),
+        (
+            "lengths: stated",
+            "--lengths stated is for benches, which know their answers; allowed: none, survival, learned",
+        ),
         (["--slo-ttft", "5"], "unknown argument '--slo-ttft'; did you mean '--slo-ttft-ms'?"),
         (["--config", "{file}", "--port"], "argument --port: expected one argument"),
         (["--config", "/does/not/exist"], "/does/not/exist: No such file or directory"),
