@@ -175,6 +175,10 @@ LOOKED_UP = {
         "sglang.srt.managers.tokenizer_manager.TokenizerManager.__init__",
         "self.init_disaggregation",
     ),
+    "less.text": (
+        "sglang.srt.managers.detokenizer_manager.DetokenizerManager.handle_batch_token_id_out",
+        "self._decode_batch_token_id_output",
+    ),
     "less.request": (
         "sglang.srt.entrypoints.http_server.generate_request",
         "_global_state.tokenizer_manager.generate_request",

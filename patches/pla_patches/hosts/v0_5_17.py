@@ -31,6 +31,10 @@ TARGETS = {
         "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin.get_internal_state",
         "self",
     ),
+    "detokenizer.decode_batch_token_id_output": Signature(
+        "sglang.srt.managers.detokenizer_manager.DetokenizerManager._decode_batch_token_id_output",
+        "self, recv_obj",
+    ),
     "tokenizer_manager.create_tokenized_object": Signature(
         "sglang.srt.managers.tokenizer_manager.TokenizerManager._create_tokenized_object",
         "self, obj, input_text, input_ids, input_embeds, mm_inputs, token_type_ids",

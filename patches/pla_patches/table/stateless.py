@@ -200,4 +200,18 @@ STATELESS = (
         why="The routes /pla/peers and /pla/hops, and /pla/state where scheduling is off.",
         verify=_E2E,
     ),
+    subscribe(
+        id="less.text",
+        group=Group.STATELESS,
+        key="detokenizer.decode_batch_token_id_output",
+        hook=Hook.AROUND,
+        module="pla_sglang.fleet.stateless.host.detokenize",
+        handler="around_decode_batch",
+        why=(
+            "In the detokenizer: where a piece of a stream ends inside a character, the host can show text twice. A "
+            "request that moves goes on by how much was shown, and would lose as much."
+        ),
+        verify="tests/fleet/stateless/test_hop_borrowed.py; bench hops (no_overlap: pieces of 3 tokens)",
+        exit="When DecodeStatus.sent_offset never falls.",
+    ),
 )

@@ -8,11 +8,15 @@ import textwrap
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from sglang.srt.managers.detokenizer_manager import DetokenizerManager
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from pla_sglang.fleet.stateless.host.detokenize import Detokenizer, PieceEnds
+from pla_sglang.fleet.stateless.host import detokenize
+from pla_sglang.fleet.stateless.host.detokenize import PROMPT_TAIL, Detokenizer, PieceEnds
 
 ARGS = SimpleNamespace(disable_tokenizer_batch_decode=False, tool_call_parser=None, stream_interval=1)
 MANAGER = SimpleNamespace(tokenizer="", server_args=ARGS)
@@ -41,6 +45,42 @@ def test_of_the_detokenizer() -> None:
     read = find_fields(DetokenizerManager, "_decode_batch_token_id_output")
     assert "decode_status" in read
     assert read <= vars(host).keys()
+
+
+class Bytes:
+    """A tokenizer whose tokens are bytes."""
+
+    def __len__(self) -> int:
+        return 256
+
+    def decode(self, ids: list[int], **_: Any) -> str:
+        return bytes(ids).decode(errors="replace")
+
+    def batch_decode(self, batch: list[list[int]], **_: Any) -> list[str]:
+        return [self.decode(ids) for ids in batch]
+
+
+def decode_in_pieces(text: str, tokens: int) -> str:
+    """``text`` as a stream shows it whose pieces have that many tokens."""
+    params = SamplingParams()
+    params.stop_strs = []
+    detokenizer = Detokenizer(SimpleNamespace(tokenizer=Bytes(), server_args=ARGS), [65] * PROMPT_TAIL, params)
+    ids = list(text.encode())
+    pieces = [ids[place : place + tokens] for place in range(0, len(ids), tokens)]
+    shown = [detokenizer.add_tokens(piece) for piece in pieces[:-1]]
+    return "".join([*shown, detokenizer.add_tokens(pieces[-1], {"type": "length"})])
+
+
+def test_the_host_alone_shows_text_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When it does not any more, the seam can go."""
+    monkeypatch.setattr(detokenize, "around_decode_batch", lambda original, *args: original(*args))
+    text = ' f漢b }"字]漢€字}€ 🙂'
+    assert len(decode_in_pieces(text, 3)) > len(text)
+
+
+@given(st.text(' f漢b}"字]€🙂\n', min_size=1, max_size=40), st.integers(1, 8))
+def test_no_text_is_shown_twice(text: str, tokens: int) -> None:
+    assert decode_in_pieces(text, tokens) == text
 
 
 def test_of_a_request() -> None:

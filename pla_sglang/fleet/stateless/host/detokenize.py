@@ -8,13 +8,14 @@ in the pieces in which they were streamed, and new ones as they come.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 from pla_sglang.plugin.engine.host.arguments import resolve
 from pla_sglang.plugin.engine.host.text import find_tool_close_ids
 
+DecodeBatch = Callable[[Any, Any], list[str]]
 PROMPT_TAIL = 5  # tokens of the prompt before the answer, from which the host's detokenizer starts
 
 
@@ -54,8 +55,23 @@ class Detokenizer:
             spaces_between_special_tokens=[self._params.spaces_between_special_tokens],
         )
         self._tail = []
-        [text] = self._host._decode_batch_token_id_output(piece)
+        [text] = around_decode_batch(type(self._host)._decode_batch_token_id_output, self._host, piece)
         return str(text)
+
+
+def around_decode_batch(original: DecodeBatch, manager: Any, recv_obj: Any) -> list[str]:
+    """Around ``DetokenizerManager._decode_batch_token_id_output``: no part of a text is returned twice.
+
+    Where a piece ends inside a character, the host returns what is printable before it, and notes that much as sent. If
+    less is printable with the next piece, which also ends inside one, it notes less. The difference comes again.
+    """
+    statuses = manager.decode_status
+    sent = [(rid, statuses[rid].sent_offset) for rid in recv_obj.rids if rid in statuses]
+    texts = original(manager, recv_obj)
+    for rid, chars in sent:
+        if rid in statuses:
+            statuses[rid].sent_offset = max(statuses[rid].sent_offset, chars)
+    return texts
 
 
 class PieceEnds:
