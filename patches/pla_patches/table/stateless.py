@@ -211,7 +211,7 @@ STATELESS = (
             "In the detokenizer: where a piece of a stream ends inside a character, the host can show text twice. A "
             "request that moves goes on by how much was shown, and would lose as much."
         ),
-        verify="tests/fleet/stateless/test_hop_borrowed.py; bench hops (no_overlap: pieces of 3 tokens)",
+        verify="tests/fleet/stateless/test_hop_borrowed.py: pieces of 1 to 8 tokens",
         exit="When DecodeStatus.sent_offset never falls.",
     ),
 )
