@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from pla_sglang.policy.common.length_errors import ErrorSums
 from pla_sglang.policy.interface.fleet import InstanceView
 
 WINDOW_S = 600.0
@@ -136,12 +137,16 @@ class _Instance:
 
 
 class _Sample(NamedTuple):
-    """``values``: int64 [instances, 1 + fields of ``Load``], an instance's index in front of its load."""
+    """``values``: int64 [instances, 1 + fields of ``Load``], an instance's index in front of its load.
+
+    ``lengths``: mean absolute errors of predicted lengths and of the best constant, in tokens; None: there are none.
+    """
 
     at_s: float
     open_requests: int
     waiting: int
     values: array[int]
+    lengths: tuple[float, float] | None = None
 
 
 _WIDTH = 1 + len(Load._fields)
@@ -197,14 +202,26 @@ class FleetHistory:
         """True if it is time for the next sample."""
         return not self._samples or now_s - self._samples[-1].at_s >= self.interval_s
 
-    def add_sample(self, now_s: float, loads: Mapping[int, Load], *, open_requests: int, waiting: int) -> None:
-        """``loads`` by index of instance; ``waiting``: requests that have no instance yet."""
+    def add_sample(
+        self,
+        now_s: float,
+        loads: Mapping[int, Load],
+        *,
+        open_requests: int,
+        waiting: int,
+        lengths: ErrorSums | None = None,
+    ) -> None:
+        """``loads`` by index of instance; ``waiting``: requests that have no instance yet; ``lengths``: errors of
+        predictions that were judged lately."""
         values = array("q")
         for index in sorted(loads)[:MOST_INSTANCES]:
             values.append(index)
             values.extend(loads[index])
         self._left_out = max(0, len(loads) - MOST_INSTANCES)
-        self._samples.append(_Sample(round(now_s, 3), open_requests, waiting, values))
+        means = None
+        if lengths is not None and lengths.count:
+            means = round(lengths.mae_tokens, 1), round(lengths.mae_constant_tokens, 1)
+        self._samples.append(_Sample(round(now_s, 3), open_requests, waiting, values, means))
         self._forget_before(now_s - self.window_s)
 
     def _forget_before(self, limit_s: float) -> None:
@@ -253,7 +270,7 @@ class FleetHistory:
             "moved": self._moved,
             "moves": [[round(move.at_s, 3), *move[1:]] for move in self._moves],
             "samples": [
-                [sample.at_s, sample.open_requests, sample.waiting, _split_rows(sample.values)]
+                [sample.at_s, sample.open_requests, sample.waiting, _split_rows(sample.values), sample.lengths]
                 for sample in self._samples
                 if sample.at_s > since_s
             ],

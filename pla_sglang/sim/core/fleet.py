@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from pla_sglang.load.prefix_index import PrefixIndex, even_block_ends
+from pla_sglang.policy.common.length_errors import JudgedPredictor
 from pla_sglang.policy.interface.fleet import DecodeBatch, FleetView, InstanceKind, InstanceState, InstanceView, Role
 from pla_sglang.policy.interface.remaining_length import EndedAnswer, Floats, RunningAnswer, RunningAnswers
 from pla_sglang.policy.measured_steps import InstanceSteps
@@ -54,6 +55,7 @@ class Fleet:
         self.cache = PrefixIndex(even_block_ends(block_tokens))
         self.view = FleetView((), self._decodes)
         self.flips = 0
+        self.lengths = JudgedPredictor(policies.lengths)
         self._kernel = kernel
         self._config = config
         self._policies = policies
@@ -239,7 +241,7 @@ class Fleet:
         rows = self.of(view).report.rows(self._kernel.now_s)
         batch = DecodeBatch.of([(request.rid, tokens, None) for request, tokens, _ in rows])
         batch.movable = np.array([request.target is None for request, _, _ in rows], dtype=np.bool_)
-        if not self._policies.lengths.is_blind:
+        if not self.lengths.is_blind:
             batch.remaining = self._predict([(request, done) for request, _, done in rows], view)
         return batch
 
@@ -257,7 +259,7 @@ class Fleet:
             )
             for request, done in rows
         )
-        return self._policies.lengths.predict(RunningAnswers.of(answers, view.name, self._kernel.now_s))
+        return self.lengths.predict(RunningAnswers.of(answers, view.name, self._kernel.now_s))
 
     def note_end(self, request: SimRequest, output_tokens: int) -> None:
         """The request has ended, after so many tokens of its answer."""
@@ -271,7 +273,7 @@ class Fleet:
             started_s=_started_s_of(request),
             ended_s=self._kernel.now_s,
         )
-        self._policies.lengths.observe_end(ended)
+        self.lengths.observe_end(ended)
 
     def check_integrity(self) -> None:
         self.view.check_integrity()

@@ -7,6 +7,7 @@ import hashlib
 import math
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -41,6 +42,7 @@ class RunResult:
         predicted_hit_tokens: [n] int64, the same as the router saw it when it chose the instance.
         reasons, pass_reasons: decisions of the fleet's and of the engines' policies, by reason.
         counts: migrations, restarts and the like.
+        lengths: what was learned of answers to come, and how far it was off; see ``JudgedPredictor.to_dict``.
         gpu_hours: of all GPUs, from the start of their instance to ``end_s``. A policy's timer that runs on is no work.
         end_s: virtual time at which the last request ended.
         events: handled by the kernel; wall_s, cpu_s: how long that took.
@@ -62,6 +64,7 @@ class RunResult:
     reasons: dict[str, int]
     pass_reasons: dict[str, int]
     counts: dict[str, int]
+    lengths: dict[str, Any]
     samples: Samples
     gpu_hours: float
     end_s: float
@@ -300,6 +303,7 @@ class Simulation:
             reasons=dict(sorted((cluster.runner.reasons() + self._idle.reasons).items())),
             pass_reasons=dict(sorted(cluster.pass_reasons.items())),
             counts=counts,
+            lengths=cluster.fleet.lengths.to_dict(),
             samples=self._sampler.result(),
             gpu_hours=gpu_hours,
             end_s=end_s + self._idle.left_out_s,

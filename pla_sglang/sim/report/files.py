@@ -20,6 +20,7 @@ def as_json(one: ExperimentResult) -> dict[str, Any]:
         "rate_per_s": one.rate_per_s,
         **dataclasses.asdict(one.figures),
         "counts": result.counts,
+        "lengths": result.lengths,
         "reasons": result.reasons,
         "pass_reasons": result.pass_reasons,
         "gpu_hours": result.gpu_hours,

@@ -35,6 +35,8 @@ QUIET = {
     "retries_total",
     "migrations_total",
     "migration_failures_total",
+    *("judged_migrations_total", "migration_expected_seconds_total", "migration_measured_seconds_total"),
+    *("length_predictions_total", "length_error_tokens_total", "length_constant_error_tokens_total"),
     "instance_failures_total",
     "aborts_total",
     "peer_lists_total",

@@ -135,7 +135,9 @@ def test_load_is_whole_numbers_and_the_document_is_json() -> None:
     assert load == Load(5, 9, 3, 0, 46, 2, 1500, 1750)
     history = history_of("<b>")
     history.add_sample(1.0, {0: load}, open_requests=4, waiting=2)
-    assert json.loads(json.dumps(history.to_document(1.0), allow_nan=False))["samples"] == [[1.0, 4, 2, [[0, *load]]]]
+    assert json.loads(json.dumps(history.to_document(1.0), allow_nan=False))["samples"] == [
+        [1.0, 4, 2, [[0, *load]], None]
+    ]
 
 
 @pytest.mark.parametrize("now_s", [0.0, 3.0])

@@ -15,6 +15,7 @@ from pla_sglang.common.legend.colours import ROLE_COLOURS, STATE_COLOURS
 from pla_sglang.common.legend.explanations import FLEET, WORKER
 from pla_sglang.fleet.viewer.history import FleetHistory, Load, Membership, RequestMove
 from pla_sglang.fleet.viewer.page import render_live, render_recorded
+from pla_sglang.policy.common.length_errors import ErrorSums
 from pla_sglang.policy.interface.fleet import Role
 from pla_sglang.view_recording import make_document
 
@@ -50,9 +51,17 @@ def load(queued_tokens: int, *, kv_used_tokens: int = 0, first_tokens: int = 0) 
     return Load(queued_tokens, 0, 1, kv_used_tokens, 50, first_tokens, 300 * first_tokens, 200 * first_tokens)
 
 
-def sample(history: FleetHistory, at_s: float, *, waiting: int, queued_tokens: int, first_tokens: int) -> None:
+def sample(
+    history: FleetHistory,
+    at_s: float,
+    *,
+    waiting: int,
+    queued_tokens: int,
+    first_tokens: int,
+    lengths: ErrorSums | None = None,
+) -> None:
     loads = {0: load(queued_tokens, kv_used_tokens=250, first_tokens=first_tokens), 1: load(0), 2: load(0)}
-    history.add_sample(at_s, loads, open_requests=waiting + 3, waiting=waiting)
+    history.add_sample(at_s, loads, open_requests=waiting + 3, waiting=waiting, lengths=lengths)
 
 
 def answers_of_a_flip() -> list[tuple[int, dict[str, Any]]]:
@@ -66,7 +75,7 @@ def answers_of_a_flip() -> list[tuple[int, dict[str, Any]]]:
     first = history.to_document(104.0, 0.0)
     history.note_membership(2, DECODE, 106.0, reason="arrow.flip_idle", epoch=7)
     history.note_move(RequestMove(107.0, "r1", "a", "c", "pull", "star.migrate", 4_000_000, 0.05))
-    sample(history, 108.0, waiting=0, queued_tokens=500, first_tokens=20)
+    sample(history, 108.0, waiting=0, queued_tokens=500, first_tokens=20, lengths=ErrorSums(10, 4000.0, 9000.0))
     second = history.to_document(108.0, 104.0)
     return [(200, {**document, "life": "1", "head": HEAD}) for document in (first, second)]
 
@@ -115,6 +124,8 @@ def test_the_live_page_shows_queue_pools_and_a_flip_with_its_reason_and_epoch() 
     assert counted[1:] == ["prefill: 2", "decode: 1"]
     assert outside == [""], "left of the axis there is nothing"
     assert at_the_flip[-2:] == ["2.0 s ago: decode (epoch 7)", f"arrow.flip_idle: {why}"]
+    assert (before["panels"]["lengths"], len(after["panels"]["lengths"])) == ([], 1), "once answers were judged"
+    assert "900" in after["panels"]["lengths"][0]["texts"]
     assert after["tables"]["moves"][1][:6] == ["1.0 s ago", "a", "c", "pull", "4.0 MB", "50 ms"]
 
 

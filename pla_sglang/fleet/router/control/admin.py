@@ -27,6 +27,7 @@ import msgspec
 
 from pla_sglang.common.errors import ConfigError
 from pla_sglang.fleet.router.control.gauges import row_of
+from pla_sglang.fleet.router.control.observability.explain import explain_lengths
 from pla_sglang.fleet.router.control.request_dispatcher import RequestDispatcher
 from pla_sglang.fleet.router.control.workers.discovery import parse_url
 from pla_sglang.fleet.router.control.workers.errors import WorkerError
@@ -203,4 +204,5 @@ class AdminRoutes:
         explained = self._plane.dispatcher.explained.explain(rid)
         if explained is None:
             return error_response(f"request {rid!r} is not known (any more)", 404)
-        return json_response(explained)
+        points = self._plane.dispatcher.policy.running.lengths.points_of(rid)
+        return json_response({**explained, "lengths": explain_lengths(points, explained["output_tokens"])})

@@ -83,7 +83,9 @@ class ControlPlane:
         self._client: InstanceClient | None = None
         self._state_file = StateFile(knobs.memory_file)
         self._journal = WorkerLog()
-        self.series = RouterSeries(lambda: gauges(self.dispatcher, self._clock()))
+        self.series = RouterSeries(
+            lambda: gauges(self.dispatcher, self._clock()), lambda: self.policy.running.lengths.sums
+        )
         policy = find_policy(knobs.policy)
         self._length_blind = policy.length_blind
         device_clock = DeviceClock()  # set when the first instance says what it is
@@ -397,7 +399,11 @@ class ControlPlane:
         self.dispatcher.check_waiting(now_s)
         self.dispatcher.dispatch_pending(now_s)
         self._watch.observe_fleet(
-            self.policy.runner, now_s, open_requests=self.dispatcher.ledger.live, waiting=len(self.dispatcher.queue)
+            self.policy.runner,
+            now_s,
+            open_requests=self.dispatcher.ledger.live,
+            waiting=len(self.dispatcher.queue),
+            lengths=self.policy.running.lengths,
         )
         self._save_state()
 

@@ -179,7 +179,13 @@ def _moves(dispatcher: RequestDispatcher) -> dict[str, Any] | None:
     if not policy.moves_requests:
         return None
     running = policy.running
-    return {**policy.orders.to_dict(), "rows": running.to_dict(), "lengths": running.lengths.to_dict()}
+    gains = dispatcher.series.move_gains.to_dict()
+    return {
+        **policy.orders.to_dict(),
+        "gains": gains,
+        "rows": running.to_dict(),
+        "lengths": running.lengths.to_dict(),
+    }
 
 
 def _roles(dispatcher: RequestDispatcher) -> dict[str, list[str]]:

@@ -151,6 +151,7 @@ class RequestEvents:
         record.end, record.present.ended_s = end, at_s
         whole = end.outcome is m.Outcome.OK
         self._policy.running.note_end(record, end.output_tokens or 0, whole=whole, at_s=at_s)
+        self._series.move_gains.add_request(record)
         self._queue.remove(record.rid)
         if self._policy.runner is not None and record.known_to_policy:
             tokens = max(0, (end.output_tokens or 0) - record.policy_tokens)

@@ -18,6 +18,7 @@ from pla_sglang.fleet.viewer.history import (
     measure_load,
     membership_of,
 )
+from pla_sglang.policy.common.length_errors import JudgedPredictor
 from pla_sglang.policy.interface.fleet import Role
 from pla_sglang.policy.runner import FleetRunner, PoolMove
 from pla_sglang.recording import rows
@@ -39,8 +40,16 @@ class FleetWatch:
         self._noted_moves = 0
         self._gone: set[int] = set()  # indices of dead workers that are noted as such
 
-    def observe_fleet(self, runner: FleetRunner | None, now_s: float, *, open_requests: int, waiting: int) -> None:
-        """``runner``: None until the policy is made."""
+    def observe_fleet(
+        self,
+        runner: FleetRunner | None,
+        now_s: float,
+        *,
+        open_requests: int,
+        waiting: int,
+        lengths: JudgedPredictor | None = None,
+    ) -> None:
+        """``runner``: None until the policy is made; ``lengths``: what is known of answers to come."""
         if runner is not None:
             self._note_moves(runner)
         for worker in self._table.workers:
@@ -51,7 +60,8 @@ class FleetWatch:
                 worker.view.index: measure_load(worker.view, self._ttft.get(worker.view.name, NO_REQUESTS))
                 for worker in self._table
             }
-            self.history.add_sample(now_s, loads, open_requests=open_requests, waiting=waiting)
+            errors = None if lengths is None else lengths.recent()
+            self.history.add_sample(now_s, loads, open_requests=open_requests, waiting=waiting, lengths=errors)
 
     def _note_moves(self, runner: FleetRunner) -> None:
         """Those since the last look, as far as the runner still has them."""

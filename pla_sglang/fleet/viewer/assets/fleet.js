@@ -14,8 +14,8 @@ const fleet = (() => {
     if (doc.life !== state.life) Object.assign(state, { life: doc.life, samples: [] });
     const last = lastSampleTime();
     doc.load_fields.forEach((name, place) => { places[name] = place + 1; });
-    for (const [at, open, waiting, rows] of doc.samples) {
-      if (at > last) state.samples.push({ at, open, waiting, loads: new Map(rows.map((row) => [row[0], row])) });
+    for (const [at, open, waiting, rows, lengths] of doc.samples) {
+      if (at > last) state.samples.push({ at, open, waiting, lengths, loads: new Map(rows.map((row) => [row[0], row])) });
     }
     state.samples = state.samples.filter((sample) => sample.at >= doc.start_s);
     state.changes = doc.changes.map(([at, index, phase, role, cls, reason, epoch]) => (

@@ -137,6 +137,21 @@
     drawScale(panel, 0, LOAD_PX, most, "requests");
   }
 
+  function drawLengths(place, shown, samples) {
+    const known = samples.filter((one) => one.lengths);
+    byId("lengths-part").hidden = !state.samples.some((one) => one.lengths);
+    if (!known.length) return;
+    const most = Math.max(1, ...known.flatMap((one) => one.lengths));
+    const panel = makePanel(place, LOAD_PX, shown, (at) => {
+      const one = fleet.findNearest(known, at), [error, constant] = one.lengths.map(number);
+      return [timeText(one.at), `predicted: off by ${error} tokens`, `best constant: off by ${constant} tokens`];
+    });
+    for (const [column, stroke] of [[1, "#7f8fa6"], [0, legend.roles.prefill]]) {
+      drawLine(panel, 0, LOAD_PX, most, known.map((one) => [one.at, one.lengths[column]]), { class: "plain", stroke });
+    }
+    drawScale(panel, 0, LOAD_PX, most, "error");
+  }
+
   function drawLoads(place, shown, samples) {
     for (const [name, title] of [["queued_tokens", "to compute"], ["decode_tokens", "decoding"]]) {
       const means = samples.map((sample) => [sample.at, fleet.meanByPool(sample, name)]);
@@ -267,7 +282,7 @@
     const shown = shownSpan(), samples = fleet.samplesOf(shown);
     byId("span-text").textContent = duration(shown.to - shown.from);
     byId("end-text").textContent = timeText(shown.to);
-    const parts = { pools: drawPools, requests: drawRequests, loads: drawLoads, rows: drawRows };
+    const parts = { pools: drawPools, requests: drawRequests, lengths: drawLengths, loads: drawLoads, rows: drawRows };
     for (const [id, draw] of Object.entries(parts)) {
       byId(id).replaceChildren();
       draw(byId(id), shown, samples);

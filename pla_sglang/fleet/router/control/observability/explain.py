@@ -14,13 +14,15 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
+from pla_sglang.fleet.router.control.observability.move_gains import measure_moves
 from pla_sglang.fleet.router.control.requests.request_record import Attempt, Placement, RequestRecord
 from pla_sglang.fleet.router.control.workers.exclusions import Exclusion
 from pla_sglang.policy.common.device_clock import DeviceClock
+from pla_sglang.policy.common.length_errors import LengthPoint
 from pla_sglang.policy.interface.fleet import InstanceView
 from pla_sglang.policy.pairs import Choice
 
@@ -186,8 +188,24 @@ def explain(record: RequestRecord, *, offset_s: float) -> dict[str, Any]:
         "exact_output": end is not None and end.exact_tokens,
         "detail": "" if end is None else end.detail,
         "attempts": [describe_attempt(one) for one in record.attempts],
+        "moves": [move.to_dict() for move in measure_moves(record)],
     }
     return explained | explain_first_token(record)
+
+
+def explain_lengths(points: Iterable[LengthPoint], output_tokens: int | None) -> list[dict[str, float | None]]:
+    """What was predicted of an answer when. ``output_tokens``: that it has come to; None: it runs."""
+    rows = []
+    for point in points:
+        known = {
+            "at_s": point.at_s,
+            "generated": point.generated,
+            "predicted_tokens": point.remaining,
+            "constant_tokens": point.constant,
+            "left_tokens": None if output_tokens is None else output_tokens - point.generated,
+        }
+        rows.append({name: None if value != value else value for name, value in known.items()})  # nan: not known
+    return rows
 
 
 def explain_first_token(record: RequestRecord) -> dict[str, Any]:

@@ -14,8 +14,10 @@ from prometheus_client.registry import Collector
 
 from pla_sglang.common.series import with_former_names
 from pla_sglang.fleet.router.control.observability.explain import STAGES
+from pla_sglang.fleet.router.control.observability.move_gains import MoveGains
 from pla_sglang.fleet.router.wire.messages import RelayReport
 from pla_sglang.fleet.viewer.history import TtftSums
+from pla_sglang.policy.common.length_errors import ErrorSums
 
 _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 _NAME = re.compile(r'^([a-z_]+)(?:\{([a-z_]+)="([^"\\]*)"\})?$')
@@ -27,9 +29,14 @@ class RouterSeries(Collector):
 
     Args:
         gauges: yields the gauges of the moment.
+        length_errors: reads those of predicted lengths, by the lower edges of tokens generated and of the length.
     """
 
-    def __init__(self, gauges: Callable[[], Iterator[Row]]) -> None:
+    def __init__(
+        self,
+        gauges: Callable[[], Iterator[Row]],
+        length_errors: Callable[[], Mapping[tuple[int, int], ErrorSums]] = dict,
+    ) -> None:
         self._registry = registry = CollectorRegistry()
         self._gauges = gauges
         self._reports: dict[int, RelayReport] = {}  # by relay
@@ -69,6 +76,8 @@ class RouterSeries(Collector):
         self.migration_gap_s = Durations(
             registry, "migration_pause_seconds", "From the last event at one instance to the next."
         )
+        self.move_gains = MoveGains(registry)
+        LengthErrors(registry, length_errors)
         self.worker_ttft = WorkerTtft(registry)
         self.prefixes = PrefixSums(registry)
         self.ttft_s = Durations(registry, "ttft_seconds", "Arrival to first token.")
@@ -195,6 +204,25 @@ class PrefixSums(Collector):
             family = CounterMetricFamily(f"pla_router_prefix_{name}_tokens", text, labels=("worker",))
             for worker, sums in self.by_worker.items():
                 family.add_metric((worker,), sums[place])
+            yield family
+
+
+class LengthErrors(Collector):
+    """Predictions of answers that have ended, how far they were off, and how far the best constant was; sums."""
+
+    def __init__(self, registry: CollectorRegistry, read: Callable[[], Mapping[tuple[int, int], ErrorSums]]) -> None:
+        self._read = read
+        registry.register(self)
+
+    def collect(self) -> Iterator[Metric]:
+        for name, text, value_of in (
+            ("predictions", "Predictions of answers that have ended.", lambda sums: sums.count),
+            ("error_tokens", "Their absolute errors, summed.", lambda sums: sums.error_tokens),
+            ("constant_error_tokens", "Those of the best constant, summed.", lambda sums: sums.constant_error_tokens),
+        ):
+            family = CounterMetricFamily(f"pla_router_length_{name}", text, labels=("generated", "length"))
+            for (generated, length), sums in self._read().items():
+                family.add_metric((str(generated), str(length)), value_of(sums))
             yield family
 
 

@@ -142,6 +142,8 @@ class MoveOrders:
         if why_not is not None:
             self.refused[why_not] += 1
             return Refusal.NOT_MOVABLE
+        if record.candidate is not None:  # type: ignore[union-attr]
+            record.candidate.predicted_gain = action.gain  # type: ignore[union-attr]
         self.ordered += 1
         return None
 

@@ -127,6 +127,7 @@ class Attempt(msgspec.Struct, gc=False, eq=False):
         how: where it goes on with a request that ran at another instance; None: it begins from the beginning.
         delivered_tokens: of the answer, that the client had when it began.
         kv_tokens: whose KV cache went to it from the one before.
+        predicted_gain: of the move to it, as ``Migrate.gain``; None: no policy has ordered it.
         placement: None until it is dispatched, and where a former life of the control plane has done that.
         asked_s: when it began to wait for an instance.
         gap_s: of the answer, between the last event of the attempt before and its first.
@@ -145,6 +146,7 @@ class Attempt(msgspec.Struct, gc=False, eq=False):
     legs: list[LegEntry] = []  # msgspec copies it
     delivered_tokens: int = 0
     kv_tokens: int = 0
+    predicted_gain: float | None = None
     placement: Placement | None = None
     asked_s: float = 0.0
     assigned_s: float | None = None

@@ -20,6 +20,7 @@ from pla_sglang.fleet.router.control.workers.table import Worker, WorkerTable
 from pla_sglang.fleet.router.wire.rids import find_rid
 from pla_sglang.load.report import MOST_ROWS, RequestRow
 from pla_sglang.policy.common.device_clock import DeviceClock
+from pla_sglang.policy.common.length_errors import JudgedPredictor
 from pla_sglang.policy.interface.fleet import DecodeBatch, InstanceKind, InstanceView
 from pla_sglang.policy.interface.remaining_length import EndedAnswer, Floats, RunningAnswer, RunningAnswers
 
@@ -38,7 +39,7 @@ class RunningRequests:
         device_clock: in whose seconds the knobs are.
 
     Attributes:
-        lengths: what is known of answers to come.
+        lengths: what is known of answers to come, and how far that was off.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class RunningRequests:
         self.orders = orders
         self._clock = clock
         self._device_clock = device_clock
-        self.lengths = LENGTHS[knobs.lengths]()
+        self.lengths = JudgedPredictor(LENGTHS[knobs.lengths]())
 
     def wanted_rows(self) -> Mapping[str, Any]:
         """What each instance is asked for: ``rows`` of ``POST /pla/peers``."""
