@@ -41,6 +41,7 @@ POLICY_EXTRA = {
     "pla_sglang/policy/common/curve.py": {"numpy"},
     "pla_sglang/policy/common/survival.py": {"numpy"},
     "pla_sglang/policy/common/learned.py": {"numpy"},
+    "pla_sglang/policy/common/length_errors.py": {"numpy"},
     "pla_sglang/policy/common/arima.py": {"numpy", "statsmodels"},
     "pla_sglang/policy/star/horizon.py": {"numpy"},
     "pla_sglang/policy/star/select.py": {"numpy"},

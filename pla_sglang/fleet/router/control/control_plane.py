@@ -13,7 +13,7 @@ import functools
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from pla_sglang.common.errors import ConfigError
@@ -53,6 +53,7 @@ from pla_sglang.fleet.router.wire import messages as m
 from pla_sglang.fleet.router.wire.protocols import RelayPort
 from pla_sglang.load.prefix_index import PrefixIndex
 from pla_sglang.policy.common.device_clock import DeviceClock
+from pla_sglang.policy.common.length_errors import ErrorSums
 from pla_sglang.policy_packages import find_policy
 from pla_sglang.profiles.load import load_profile
 
@@ -83,9 +84,7 @@ class ControlPlane:
         self._client: InstanceClient | None = None
         self._state_file = StateFile(knobs.memory_file)
         self._journal = WorkerLog()
-        self.series = RouterSeries(
-            lambda: gauges(self.dispatcher, self._clock()), lambda: self.policy.running.lengths.sums
-        )
+        self.series = RouterSeries(lambda: gauges(self.dispatcher, self._clock()), self._find_length_errors)
         policy = find_policy(knobs.policy)
         self._length_blind = policy.length_blind
         device_clock = DeviceClock()  # set when the first instance says what it is
@@ -413,6 +412,9 @@ class ControlPlane:
         self.policy.runner.tick(number, now_s)
         self._batching.order_batching(self.policy.batching)
         self.dispatcher.dispatch_pending(now_s)
+
+    def _find_length_errors(self) -> Mapping[tuple[int, int], ErrorSums]:
+        return self.policy.running.lengths.sums
 
     def _save_state(self) -> None:
         self._state_file.save_changes(self.table.next_number, (worker.to_saved() for worker in self.table))

@@ -53,9 +53,7 @@ class RouterSeries(Collector):
             registry, "actions", "Fleet actions of policies, also those not done.", "action", "reason"
         )
         self.failures = LabelledCounter(registry, "instance_failures", "Failures of instances.", "kind")
-        self.refusals = LabelledCounter(
-            registry, "instance_refusals", "Requests refused by instances for load.", "worker"
-        )
+        self.refusals = LabelledCounter(registry, "instance_refusals", "Requests refused for load.", "worker")
         self.exclusions = LabelledCounter(
             registry, "exclusions", "Dispatches with instances left out, by reason.", "reason"
         )
