@@ -59,9 +59,13 @@ def client(
     forked: Callable[..., Server],
     serving: Callable[..., Any],
     address: str,
+    reports: Puller,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Client]:
-    """A stateless instance, which rows are asked of, with prefill graphs of ours and mixed batches of the host."""
+    """A stateless instance, which rows are asked of, with prefill graphs of ours and mixed batches of the host.
+
+    Who pulls its reports is there before it: what connects later may miss those of the first requests.
+    """
     pytest.importorskip("nixl", reason="KV transfer needs NIXL")
     model = tiny_model("float32")
     predictor = make_predictor(tmp_path_factory.mktemp("predictor") / "lengths.safetensors", model)
