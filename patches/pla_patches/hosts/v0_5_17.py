@@ -31,10 +31,6 @@ TARGETS = {
         "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin.get_internal_state",
         "self",
     ),
-    "detokenizer.decode_batch_token_id_output": Signature(
-        "sglang.srt.managers.detokenizer_manager.DetokenizerManager._decode_batch_token_id_output",
-        "self, recv_obj",
-    ),
     "tokenizer_manager.create_tokenized_object": Signature(
         "sglang.srt.managers.tokenizer_manager.TokenizerManager._create_tokenized_object",
         "self, obj, input_text, input_ids, input_embeds, mm_inputs, token_type_ids",
@@ -333,5 +329,6 @@ CONSTRUCTED = {
 ABSENT: dict[str, str] = {
     "guard.logged": "It logs what its arguments say of themselves.",
     "guard.end": "Its launcher kills itself with all its children.",
+    "less.text": "Its detokenizer process loads no plugins.",
     "less.answers": "No thread of the host reads what senders say; only ours does.",
 }

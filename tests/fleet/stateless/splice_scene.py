@@ -31,7 +31,7 @@ from support.published import publish_arguments
 from transformers import AutoTokenizer
 
 from pla_sglang.fleet.stateless import front_hooks
-from pla_sglang.fleet.stateless.host.detokenize import around_decode_batch
+from pla_sglang.fleet.stateless.host.detokenize import around_decode_batch, has_our_seam
 from pla_sglang.fleet.stateless.requests import streams
 from pla_sglang.plugin.engine.host.text import find_tool_close_ids
 
@@ -119,8 +119,9 @@ class ScriptedManager(TokenizerManager):
         host.decode_status = {}
         host.disable_tokenizer_batch_decode, host.is_tool_call_parser_gpt_oss = False, False
         vars(host)["tool_close_token_ids"] = find_tool_close_ids(args.get("tool_call_parser"), tokenizer)
-        decode = functools.partial(around_decode_batch, DetokenizerManager._decode_batch_token_id_output, host)
-        vars(host)["_decode_batch_token_id_output"] = decode  # as in a stateless instance
+        if has_our_seam():
+            decode = functools.partial(around_decode_batch, DetokenizerManager._decode_batch_token_id_output, host)
+            vars(host)["_decode_batch_token_id_output"] = decode
 
     def generate_request(self, obj: Any, request: Any = None) -> Any:
         return front_hooks.around_generate_request(ScriptedManager._generate, self, obj, request)

@@ -15,6 +15,7 @@ from sglang.srt.managers.detokenizer_manager import DetokenizerManager
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 
+from pla_patches import host
 from pla_sglang.fleet.stateless.host import detokenize
 from pla_sglang.fleet.stateless.host.detokenize import PROMPT_TAIL, Detokenizer, PieceEnds
 
@@ -41,10 +42,10 @@ def find_fields(owner: type, method: str) -> set[str]:
 
 
 def test_of_the_detokenizer() -> None:
-    host: Any = Detokenizer(MANAGER, [1, 2], SamplingParams())._host
+    made: Any = Detokenizer(MANAGER, [1, 2], SamplingParams())._host
     read = find_fields(DetokenizerManager, "_decode_batch_token_id_output")
     assert "decode_status" in read
-    assert read <= vars(host).keys()
+    assert read <= vars(made).keys()
 
 
 class Bytes:
@@ -73,14 +74,20 @@ def decode_in_pieces(text: str, tokens: int) -> str:
 
 def test_the_host_alone_shows_text_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """When it does not any more, the seam can go."""
-    monkeypatch.setattr(detokenize, "around_decode_batch", lambda original, *args: original(*args))
+    monkeypatch.setattr(detokenize, "has_our_seam", lambda: False)
     text = ' f漢b }"字]漢€字}€ 🙂'
     assert len(decode_in_pieces(text, 3)) > len(text)
 
 
 @given(st.text(' f漢b}"字]€🙂\n', min_size=1, max_size=40), st.integers(1, 8))
 def test_no_text_is_shown_twice(text: str, tokens: int) -> None:
-    assert decode_in_pieces(text, tokens) == text
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(detokenize, "has_our_seam", lambda: True)
+        assert decode_in_pieces(text, tokens) == text
+
+
+def test_the_seam_is_where_the_host_loads_plugins() -> None:
+    assert detokenize.has_our_seam() == ("less.text" not in host.recorded().absent)
 
 
 def test_of_a_request() -> None:

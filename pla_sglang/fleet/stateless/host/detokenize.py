@@ -7,6 +7,7 @@ in the pieces in which they were streamed, and new ones as they come.
 
 from __future__ import annotations
 
+import functools
 from array import array
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
@@ -41,6 +42,8 @@ class Detokenizer:
         host.disable_tokenizer_batch_decode = args.disable_tokenizer_batch_decode
         host.is_tool_call_parser_gpt_oss = args.tool_call_parser == "gpt-oss"
         vars(host)["tool_close_token_ids"] = find_tool_close_ids(args.tool_call_parser, manager.tokenizer)
+        original = DetokenizerManager._decode_batch_token_id_output
+        self._decode = functools.partial(around_decode_batch, original) if has_our_seam() else original
 
     def add_tokens(self, ids: Sequence[int], finish_reason: dict[str, Any] | None = None) -> str:
         """The text that ``ids`` add to what was returned before; ``finish_reason``: these are the last."""
@@ -55,8 +58,16 @@ class Detokenizer:
             spaces_between_special_tokens=[self._params.spaces_between_special_tokens],
         )
         self._tail = []
-        [text] = around_decode_batch(type(self._host)._decode_batch_token_id_output, self._host, piece)
+        [text] = self._decode(self._host, piece)
         return str(text)
+
+
+def has_our_seam() -> bool:
+    """Tells whether ``around_decode_batch`` is at work in the host's detokenizer process: that of SGLang 0.5.17 loads
+    no plugins. What an answer's text is there, it has to be here."""
+    from sglang.srt.managers import detokenizer_manager
+
+    return hasattr(detokenizer_manager, "load_plugins")
 
 
 def around_decode_batch(original: DecodeBatch, manager: Any, recv_obj: Any) -> list[str]:
