@@ -149,6 +149,27 @@ async def test_an_instance_that_is_lost_meanwhile_costs_the_request() -> None:
         assert len(attempts(here)) == 1
 
 
+@pytest.mark.parametrize("how", ["gone", "silent"])
+async def test_where_requests_move_such_a_one_goes_on_elsewhere(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the instance had been lost without the failed transfer before; that instance is left out."""
+    monkeypatch.setattr(attempt, "ROLL_BACK_S", 0.2 if how == "silent" else 60.0)
+    scripts = {1: Script(transfers=["failed"]), 2: Script(deaf=True)}
+    async with setting("unified", *PAIR, scripts=scripts, comes_to_rest=how == "gone", migration=True) as here:
+
+        def assign_pair(ask: m.Ask) -> m.Assign:
+            number = here.control.next_attempt(ask.rid)
+            return m.Assign("r", number, 2, 1, "10.0.0.9", 8998, 7, reason="turn")
+
+        here.control.answer = assign_pair
+        asked = asyncio.ensure_future(here.ask(ASK))
+        await here.until(lambda: here.instances[2].aborted)
+        if how == "gone":
+            await here.instances[2].stop()
+        assert (await asked).status == 200
+        assert attempts(here) == [None, (1, m.Cause.LOST if how == "gone" else m.Cause.SILENT)]
+        assert here.control.overs[0].lost_with == (2,)
+
+
 @pytest.mark.parametrize("how", ["client", "control"])
 async def test_a_request_that_ends_while_it_is_taken_back(how: str) -> None:
     scripts = {PREFILL: Script(transfers=["failed"]), DECODE: Script(deaf=True)}

@@ -47,6 +47,7 @@ SNIFF_BYTES = 16_384  # of a prefill's answer, which holds one token or an error
 # For all answers of a cancelled attempt to end: a forward pass is not cut short, and a crowded instance is late in
 # saying that it is done.
 ROLL_BACK_S = 60.0
+EndOfCancellation = Callable[["Cause | None", "UpstreamLeg | None"], None]  # see ``Attempt.cancel_legs``
 
 
 class PrefillResult(enum.Enum):
@@ -402,15 +403,16 @@ class Attempt:
         lingering.add_leg(leg, leg.worker, leg.connection, self.rids, until_s=self._context.now_s() + limit_s)
         DiscardedResponse(leg, lingering.remove_leg)
 
-    def cancel_legs(self, on_end: Callable[[bool], None]) -> None:
+    def cancel_legs(self, on_end: EndOfCancellation) -> None:
         """Makes sure that no instance holds anything of it, so that the request may be dispatched again.
 
         Who has not answered completely is told to abort, and its answer is waited for. An abort that is still on its
         way then hits nothing: the next attempt has another id. ``on_end`` is called once, unless the attempt is ended
-        before: whether all instances have answered completely.
+        before: with None if all instances have answered completely, else with a leg that has not, and whether its
+        instance is lost or silent: what it still holds is not known.
         """
         if all(leg.done for leg in self.legs):
-            on_end(True)
+            on_end(None, None)
             return
         end = functools.partial(self._end_cancellation, on_end)
         for leg in self.legs:
@@ -418,22 +420,25 @@ class Attempt:
                 DiscardedResponse(leg, functools.partial(self._on_cancelled_leg, end))
         call_later = self._context.call_later
         aborts = [call_later(at_s, self._abort_legs) for at_s in ABORT_TIMES_S]
-        self._timers = (*aborts, call_later(ROLL_BACK_S, end, False))
+        self._timers = (*aborts, call_later(ROLL_BACK_S, self._give_up_cancellation, end))
 
     def _abort_legs(self) -> None:
         for leg in self.legs:
             if not leg.done:
                 self._context.aborts.send_abort(leg.worker, self.rids)
 
-    def _on_cancelled_leg(self, end: Callable[[bool], None], leg: UpstreamLeg, complete: bool) -> None:
+    def _on_cancelled_leg(self, end: EndOfCancellation, leg: UpstreamLeg, complete: bool) -> None:
         if not complete:
-            end(False)  # what the instance still holds, or whether it still runs, is not known
+            end(Cause.LOST, leg)
         elif all(member.done for member in self.legs):
-            end(True)
+            end(None, None)
 
-    def _end_cancellation(self, on_end: Callable[[bool], None], over: bool) -> None:
+    def _give_up_cancellation(self, end: EndOfCancellation) -> None:
+        end(Cause.SILENT, next(leg for leg in self.legs if not leg.done))
+
+    def _end_cancellation(self, on_end: EndOfCancellation, cause: Cause | None, leg: UpstreamLeg | None) -> None:
         self._stop_timers()
-        on_end(over)
+        on_end(cause, leg)
 
     def _stop_timers(self) -> None:
         for timer in self._timers:

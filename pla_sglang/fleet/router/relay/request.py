@@ -392,9 +392,14 @@ class Request(ClientWork):
         self._move_to(ROLLING_BACK)
         self.attempt.cancel_legs(functools.partial(self._on_rolled_back, cause, leg.worker, detail))
 
-    def _on_rolled_back(self, cause: m.Cause, worker: int, detail: str, over: bool) -> None:
-        if over:
+    def _on_rolled_back(
+        self, cause: m.Cause, worker: int, detail: str, loss: m.Cause | None, lost: UpstreamLeg | None
+    ) -> None:
+        """``loss``, ``lost``: an instance is gone, or says nothing, before it has ended the attempt."""
+        if lost is None or loss is None:
             self._ask_again(cause, worker, detail)
+        elif self._may_follow(loss):
+            self._ask_again(loss, lost.worker, detail)
         else:
             self._end_over(cause, detail)
 
