@@ -10,27 +10,39 @@ chain model (with --pla-emulate) or the embedded demo model.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import dataclasses
 import shlex
 import signal
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pla_sglang.common import cli, terminal
 from pla_sglang.common.checks import KEY, Choice, Range, check_fields, knob
 from pla_sglang.common.errors import ConfigError, PlaError
+from pla_sglang.fleet.actuators.cluster_socket import require_state_file, send_command
+from pla_sglang.fleet.actuators.interface import ActuatorError
 from pla_sglang.fleet.cluster.children import ClusterError
 from pla_sglang.fleet.cluster.engine_flags import check_engine_arguments
 from pla_sglang.fleet.cluster.lean import lean_environment
 from pla_sglang.fleet.cluster.logs import is_poll
 from pla_sglang.fleet.cluster.ports import free_port
-from pla_sglang.fleet.cluster.spec import KINDS, ROUTERS, ClusterConfig, router_arguments
+from pla_sglang.fleet.cluster.spec import (
+    KINDS,
+    MAX_INSTANCES,
+    MOST_INSTANCES,
+    ROUTERS,
+    ClusterConfig,
+    router_arguments,
+)
 from pla_sglang.fleet.cluster.stateless_flags import check_stateless_arguments
-from pla_sglang.fleet.cluster.supervisor import Supervisor, send_command
+from pla_sglang.fleet.cluster.supervisor import Supervisor
+from pla_sglang.plugin.platform import value_of
 from pla_sglang.sim.emulate.arguments import with_emulation
 
 if TYPE_CHECKING:
@@ -97,6 +109,12 @@ class LaunchConfig:
         "a stateless instance that is restarted behind --migration on has to hand its requests over; 0: ends at once",
         allowed=Range(0, unit="s"),
     )
+    most_instances: int = knob(
+        MOST_INSTANCES,
+        "--most-instances",
+        "together, where some are added: with so many none is; the start is not bound by it",
+        allowed=Range(1, len(KINDS) * MAX_INSTANCES),
+    )
     quiet: bool = knob(False, "--quiet", "show the cluster's own lines only")
 
     def __post_init__(self) -> None:
@@ -121,6 +139,7 @@ class LaunchConfig:
             own={kind: tuple(shlex.split(getattr(self, f"{kind}_args"))) for kind in KINDS},
             router_extra=(*moves, *shlex.split(self.router_args)),
             start_timeout_s=self.start_timeout_s,
+            most_instances=self.most_instances,
         )
 
     def key_variables(self) -> dict[str, str]:
@@ -139,9 +158,35 @@ class LaunchConfig:
 def read_config(argv: Sequence[str] | None) -> cli.Parsed[LaunchConfig]:
     """Raises ConfigError."""
     parser = cli.make_parser(LaunchConfig, "launch_cluster", __doc__, allow_abbrev=False)
-    parser.add_argument("--restart", metavar="NAME", help="restart an instance of the cluster of --state-file")
-    parser.add_argument("--stop", action="store_true", help="stop the cluster of --state-file")
+    orders = parser.add_mutually_exclusive_group()
+    orders.add_argument("--restart", metavar="NAME", help="restart a member of the cluster of --state-file")
+    orders.add_argument("--start-instance", metavar="KIND", help="add an instance to the cluster of --state-file")
+    orders.add_argument("--remove-instance", metavar="NAME", help="take an instance out of the cluster of --state-file")
+    orders.add_argument("--stop", action="store_true", help="stop the cluster of --state-file")
     return cli.parse(parser, argv, LaunchConfig, rest_flag="engine-args")
+
+
+def read_order(options: argparse.Namespace) -> list[str]:
+    """The command for a cluster that runs, in words; empty where one is to be started."""
+    commands = {"restart": options.restart, "start": options.start_instance, "remove": options.remove_instance}
+    named = [[command, name] for command, name in commands.items() if name is not None]
+    return named[0] if named else ["stop"] if options.stop else []
+
+
+@contextlib.contextmanager
+def scaled_by_planner(config: ClusterConfig, options: LaunchConfig) -> Iterator[tuple[ClusterConfig, LaunchConfig]]:
+    """Where our router has a planner and names no actuator, it scales this cluster, by a state file.
+
+    The state file is in a folder that goes at the end where the command line names none.
+    """
+    given = {flag: value_of(config.router_extra, flag) for flag in ("--planner", "--actuator")}
+    if config.router != "pla" or given["--planner"] in (None, "none") or given["--actuator"] is not None:
+        yield config, options
+        return
+    with tempfile.TemporaryDirectory(prefix="pla_cluster.") as folder:
+        file = (options.state_file or Path(folder) / "cluster.json").absolute()
+        router_extra = (*config.router_extra, "--actuator", f"local:{file}")
+        yield dataclasses.replace(config, router_extra=router_extra), dataclasses.replace(options, state_file=file)
 
 
 def check_members(config: ClusterConfig) -> None:
@@ -216,20 +261,20 @@ async def run(config: ClusterConfig, options: LaunchConfig) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     try:
         parsed = read_config(argv)
-        options, restart = parsed.config, parsed.options.restart
-        if restart is not None or parsed.options.stop:
-            if options.state_file is None:
-                raise ConfigError("--restart and --stop need --state-file of the running cluster")
-            answer = send_command(options.state_file, f"restart {restart}" if restart else "stop")
-            print(answer)
-            return EXIT_FAILED if answer.startswith("error") else 0
-        terminal.require_file_path("--state-file", options.state_file)
-        config = options.to_cluster()
-        check_members(config)
-        asyncio.run(run(with_load_reports(config), options))
+        order = read_order(parsed.options)
+        if order:
+            if parsed.config.state_file is None:
+                raise ConfigError("an order to a running cluster needs --state-file, the one of that cluster")
+            print(send_command(parsed.config.state_file, order))
+            return 0
+        if parsed.config.state_file is not None:
+            require_state_file("--state-file", parsed.config.state_file)
+        with scaled_by_planner(parsed.config.to_cluster(), parsed.config) as (config, options):
+            check_members(config)
+            asyncio.run(run(with_load_reports(config), options))
     except PlaError as error:
         status = cli.report_error(error)
-        return EXIT_FAILED if isinstance(error, ClusterError) else status
+        return EXIT_FAILED if isinstance(error, (ActuatorError, ClusterError)) else status
     return 0
 
 

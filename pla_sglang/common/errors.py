@@ -27,6 +27,7 @@ PlaError
 │   ├── WorkerError          an order that does not fit the worker table
 │   ├── UnreachableError     an instance refused the connection
 │   └── NoResponseError      an instance gave no valid answer in time
+├── ActuatorError            an order to start, stop or list instances was refused, or nobody took it
 ├── ClusterError             a process of a cluster did not start
 └── ServerError              a server of a test or bench did not start or stopped on its own
     └── HttpError            it answered with status 400 or above

@@ -25,7 +25,7 @@ from support.clusters import family
 
 from bench.check.faults.fleet import find_hops, find_present
 from bench.harness.load_client import Answer, StreamClient
-from pla_sglang.fleet.cluster.supervisor import send_command
+from pla_sglang.fleet.actuators.cluster_socket import send_command
 from pla_sglang.sim import chain
 
 pytestmark = pytest.mark.e2e
@@ -171,7 +171,7 @@ def test_an_instance_that_is_restarted_hands_its_streams_over(cluster: dict[str,
     aborted = aborts(scene.url)
     [former, _] = scene.workers()
     name = next(row["name"] for row in cluster["instances"] if row["url"] == former["url"])
-    assert asyncio.run(scene.run(lambda: send_command(scene.state, f"restart {name}"))) == "ok"
+    assert asyncio.run(scene.run(lambda: send_command(scene.state, ["restart", name]))) == "ok"
     attempts = scene.check()
     assert {(attempt["how"], attempt["cause"]) for attempt in attempts} == {("pull", "drain")}
     assert aborts(scene.url) == aborted

@@ -7,7 +7,10 @@ import enum
 from typing import Any
 
 from pla_sglang.common.secret_names import hide_arguments
+from pla_sglang.fleet.actuators.interface import StartedInstance
 from pla_sglang.fleet.cluster.spec import EngineSpec
+
+ROUTER = "router"  # name and kind
 
 
 class State(enum.Enum):
@@ -33,6 +36,8 @@ class Instance:
 
     Attributes:
         command: the arguments of the router.
+        plan: number of the plan that has ordered it; None: it was there from the start, or an operator has added it.
+        launched_s: when its present process was ordered, by ``time.monotonic``.
         ended_s: when the end of its last process was detected, by ``time.monotonic``; None: never.
     """
 
@@ -40,10 +45,12 @@ class Instance:
     url: str
     spec: EngineSpec | None = None
     command: tuple[str, ...] = ()
+    plan: int | None = None
     state: State = State.STARTING
     pid: int | None = None
     restarts: int = 0
     exit_status: int | None = None
+    launched_s: float = 0.0
     ended_s: float | None = None
 
     def move_to(self, state: State) -> None:
@@ -52,17 +59,26 @@ class Instance:
             raise ValueError(f"{self.name}: {self.state.value} cannot become {state.value}")
         self.state = state
 
+    @property
+    def kind(self) -> str:
+        return ROUTER if self.spec is None else self.spec.kind
+
+    def to_started(self) -> StartedInstance:
+        """For those who order instances."""
+        return StartedInstance(self.name, self.url, self.kind, self.state.value, self.plan)
+
     def to_dict(self) -> dict[str, Any]:
         """For the state file."""
         described: dict[str, Any] = {
             "name": self.name,
-            "kind": "router" if self.spec is None else self.spec.kind,
+            "kind": self.kind,
             "url": self.url,
             "pid": self.pid,
             "state": self.state.value,
             "restarts": self.restarts,
         }
         if self.spec is not None:
+            described["plan"] = self.plan
             described["bootstrap_port"] = self.spec.bootstrap_port
             described["argv"] = hide_arguments(self.spec.argv)
         return described

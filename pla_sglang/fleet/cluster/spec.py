@@ -19,6 +19,8 @@ ROUTER_MODULES = {
 }
 POLICIES = ("random", "round-robin", "cache-aware", "power-of-two", "bucket", "manual")  # of SGLang's router
 MAX_INSTANCES = 64
+# Together, where some are added: an emulated engine takes 0.6 GiB, and 8 s of the others' cores while it starts.
+MOST_INSTANCES = 16
 WHOLE = frozenset({"unified", "stateless"})  # kinds that can serve a request alone
 # A file of flags may say any of the others.
 RENDEZVOUS_FLAGS = ("--nccl-port", "--dist-init-addr", "--dp-size", "--data-parallel-size", "--config")
@@ -42,6 +44,7 @@ class ClusterConfig:
     own: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)  # further ones by kind
     router_extra: tuple[str, ...] = ()
     start_timeout_s: float = 300.0
+    most_instances: int = MOST_INSTANCES  # together, once some were added; the start is not bound by it
 
     def __post_init__(self) -> None:
         for kind, count in self.counts.items():
@@ -103,13 +106,17 @@ class EngineSpec:
 
 def instances(config: ClusterConfig, free_port: Callable[[], int]) -> list[EngineSpec]:
     """The engines of a cluster, with ports from ``free_port``; prefill first, as a decode instance looks for them."""
-    made = []
+    made: list[EngineSpec] = []
     for kind in ("prefill", "decode", "unified", "stateless"):
-        for index in range(config.counts.get(kind, 0)):
-            port = free_port()
-            bootstrap = free_port() if kind in ("prefill", "stateless") else None
-            made.append(_instance(config, f"{kind}-{index}", kind, port, bootstrap))
+        made += [new_instance(config, kind, index, free_port) for index in range(config.counts.get(kind, 0))]
     return made
+
+
+def new_instance(config: ClusterConfig, kind: str, index: int, free_port: Callable[[], int]) -> EngineSpec:
+    """The ``index``-th instance of its kind, with the arguments of all others of the kind and ports of its own."""
+    port = free_port()
+    bootstrap = free_port() if kind in ("prefill", "stateless") else None
+    return _instance(config, f"{kind}-{index}", kind, port, bootstrap)
 
 
 def at_new_bootstrap_port(spec: EngineSpec, config: ClusterConfig, port: int) -> EngineSpec:

@@ -1,4 +1,7 @@
-"""Starts a cluster, watches it, restarts members on request, leaves no process behind. One event loop, one thread."""
+"""Starts a cluster and watches it; restarts, adds and removes members on request; leaves no process behind.
+
+One event loop, one thread.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +10,18 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 
+from pla_sglang.common.errors import PlaError
+from pla_sglang.fleet.actuators.cluster_socket import ERROR, encode_instance, socket_path
 from pla_sglang.fleet.cluster.children import Children, ClusterError
-from pla_sglang.fleet.cluster.instance import Instance, State
+from pla_sglang.fleet.cluster.instance import ROUTER, Instance, State
 from pla_sglang.fleet.cluster.lean import serves_chain
 from pla_sglang.fleet.cluster.logs import LastErrors, LineReader
 from pla_sglang.fleet.cluster.memory import tree_pss_bytes
@@ -26,6 +31,7 @@ from pla_sglang.fleet.cluster.spec import (
     ClusterConfig,
     at_new_bootstrap_port,
     instances,
+    new_instance,
     router_arguments,
     with_own_rendezvous,
 )
@@ -34,6 +40,9 @@ from pla_sglang.launch_server import request_line
 HEALTH_INTERVAL_S = 0.25
 HEALTH_TIMEOUT_S = 10.0
 STOP_GRACE_S = 3.0
+# A stateless instance that is removed has it to finish what it does. SGLang looks every 5 s whether it may end, then
+# waits for its scheduler, so that an idle one needs some seconds too.
+REMOVAL_DRAIN_S = 60.0
 # SGLang's decode instances keep the addresses of a prefill instance until two of their heartbeats, one in 5 s, have
 # found it dead. One that comes back sooner at the same bootstrap port is never paired again: they go on writing to
 # ports that nobody listens on. Our router asks instances for that port; SGLang's has it on its command line.
@@ -49,8 +58,8 @@ ENVIRONMENT = {
 }
 CLIENT_KEY = ("PLA_WORKER_API_KEY", "PLA_ROUTER_API_KEY")  # variables with the key of clients: of engines, of a router
 _KEY_FLAGS = frozenset({"--api-key", "--api-key-file"})
-ROUTER = "router"
 CHAIN_ANSWERS = "the chain model answers with made-up words: they are there to be checked, not to be read"
+KNOWN_COMMANDS = "restart NAME, stop, list, start KIND [PLAN], remove NAME"
 Sink = Callable[[str, str], None]
 
 
@@ -76,6 +85,10 @@ class Supervisor:
         self._drain_s = drain_s
         self._free_port = free_port
         self.engines = [Instance(spec.name, spec.url, spec) for spec in instances(config, free_port)]
+        self._given = Counter(config.counts)  # names by kind, those of members that are gone included
+        self._by_plan: dict[int, Instance] = {}  # likewise: a number starts one instance, once
+        self._starts: dict[str, asyncio.Task[None]] = {}  # added members until they are ready, by name
+        self._removals: dict[str, asyncio.Task[None]] = {}  # members on their way out, by name
         self.router = self._make_router(free_port)
         self.ready = asyncio.Event()
         self._sink = sink
@@ -127,6 +140,8 @@ class Supervisor:
             loop.remove_reader(children.fileno())
             if control is not None:
                 control.close()
+            for task in (*self._starts.values(), *self._removals.values()):
+                task.cancel()
             await self._end_members(children)
 
     # -- start -----------------------------------------------------------------------------------------------------
@@ -183,7 +198,8 @@ class Supervisor:
         if member.state is State.STARTING:
             member.move_to(State.READY)
         count = sum(member.state is State.READY for member in self.members)
-        self._log_line(f"{count}/{len(self.members)} ready: {member.name} at {member.url} ({self._elapsed_s():.1f} s)")
+        taken_s = time.monotonic() - member.launched_s
+        self._log_line(f"{count}/{len(self.members)} ready: {member.name} at {member.url} (after {taken_s:.1f} s)")
         self._write_state()
 
     def _check_start(self, what: str) -> None:
@@ -207,6 +223,7 @@ class Supervisor:
                 )
         finally:
             os.close(writing)
+        member.launched_s = time.monotonic()
         self._errors.forget_member(member.name)
         self._readers.append(LineReader(member.name, reading, self._on_line))
 
@@ -266,12 +283,12 @@ class Supervisor:
         A prefill instance before decode instances gets a new bootstrap port where our router asks for it; else it stays
         down for ``FORGOTTEN_S``. A stateless one may drain first. Raises ClusterError.
         """
-        member = next((member for member in self.members if member.name == name), None)
-        if member is None:
-            raise ClusterError(f"no instance {name!r}; there are: {', '.join(member.name for member in self.members)}")
-        await self._bring_down(member)
+        member = self._find_member(name)
+        await self._bring_down(member, self._drain_s)
         await asyncio.sleep(max(0.0, self.may_start_s(member) - time.monotonic()))
         self._check_start(name)
+        if name in self._removals or member not in self.members:
+            raise ClusterError(f"{name} was removed meanwhile")
         if member.state is State.DEAD:  # else somebody else has ordered the same meanwhile
             member.restarts += 1
             if member.spec is not None and self._must_be_forgotten(member) and self.config.router == "pla":
@@ -281,20 +298,107 @@ class Supervisor:
         async with aiohttp.ClientSession(trust_env=False) as http:
             await self._wait_ready(member, http)
 
-    async def _bring_down(self, member: Instance) -> None:
+    async def _bring_down(self, member: Instance, drain_s: float) -> None:
+        """End it. A stateless one that is ready has ``drain_s`` to finish what it does; 0: as any other, no time."""
         assert self._children is not None
+        if (start := self._starts.pop(member.name, None)) is not None:
+            start.cancel()
         if member.state in (State.STARTING, State.READY):
-            drains = self._drain_s > 0 and member.state is State.READY and _is_stateless(member)
+            drains = drain_s > 0 and member.state is State.READY and _is_stateless(member)
             member.move_to(State.STOPPING)
             # The process that serves HTTP waits for its requests; its scheduler would end at once.
             (self._children.kill_first if drains else self._children.kill_group)(member.name, signal.SIGTERM)
-            end_s = time.monotonic() + (self._drain_s if drains else STOP_GRACE_S)
+            end_s = time.monotonic() + (drain_s if drains else STOP_GRACE_S)
             while member.state is State.STOPPING and time.monotonic() < end_s:
                 await asyncio.sleep(HEALTH_INTERVAL_S)
             if member.state is State.STOPPING:
                 self._children.kill_group(member.name, signal.SIGKILL)
         while member.state is State.STOPPING:
             await asyncio.sleep(HEALTH_INTERVAL_S)
+
+    # -- members that come and go ----------------------------------------------------------------------------------
+
+    def add_member(self, kind: str, plan: int | None) -> Instance:
+        """Start one more instance of a kind that is there; returns at once. Its failure does not end the cluster.
+
+        The same ``plan`` again gives the same instance, starting or not. Raises PlaError.
+        """
+        known = None if plan is None else self._by_plan.get(plan)
+        if known is not None:
+            if known.kind != kind:
+                raise ClusterError(f"plan {plan} has started {known.name}, which is not of kind {kind!r}")
+            return known
+        self._check_addition(kind)
+        spec = new_instance(self.config, kind, self._given[kind], self._free_port)
+        member = Instance(spec.name, spec.url, spec, plan=plan)
+        self._launch_member(member)
+        self._given[kind] += 1
+        self.engines.append(member)
+        if plan is not None:
+            self._by_plan[plan] = member
+        self._starts[member.name] = asyncio.create_task(self._await_added(member))
+        self._log_line(f"{member.name} is added at {member.url}" + (f", plan {plan}" if plan is not None else ""))
+        self._write_state()
+        return member
+
+    def _check_addition(self, kind: str) -> None:
+        kinds = [name for name, count in self.config.counts.items() if count > 0]
+        if kind not in kinds:
+            raise ClusterError(f"no kind {kind!r} in this cluster; there are: {', '.join(kinds)}")
+        self._check_ready()
+        alive = sum(engine.state is not State.DEAD for engine in self.engines)
+        if alive >= self.config.most_instances:
+            raise ClusterError(f"{alive} instances are there; allowed: --most-instances {self.config.most_instances}")
+
+    async def _await_added(self, member: Instance) -> None:
+        with contextlib.suppress(ClusterError):  # its end is in the log
+            async with aiohttp.ClientSession(trust_env=False) as http:
+                await self._wait_ready(member, http)
+        self._starts.pop(member.name, None)
+
+    def remove_member(self, name: str) -> Instance | None:
+        """End an instance and forget it; returns at once. None: it is gone by now.
+
+        A stateless one has ``REMOVAL_DRAIN_S`` to finish. Raises ClusterError for what never was an instance.
+        """
+        if self._is_gone(name):
+            return None
+        member = self._find_member(name)
+        if member is self.router:
+            raise ClusterError(f"{name} cannot be removed; allowed: {', '.join(one.name for one in self.engines)}")
+        self._check_ready()
+        if name not in self._removals:
+            self._removals[name] = asyncio.create_task(self._remove(member))
+            self._log_line(f"{name} is removed")
+        return member
+
+    async def _remove(self, member: Instance) -> None:
+        await self._bring_down(member, REMOVAL_DRAIN_S)
+        for reader in [reader for reader in self._readers if reader.name == member.name]:
+            reader.read_rest()
+            reader.close_reader()
+            self._readers.remove(reader)
+        self._errors.forget_member(member.name)
+        self.engines.remove(member)
+        del self._removals[member.name]
+        self._log_line(f"{member.name} is gone")
+        self._write_state()
+
+    def _is_gone(self, name: str) -> bool:
+        """True if an instance had this name: they count on within their kind."""
+        kind, _, index = name.rpartition("-")
+        given = index.isdecimal() and name == f"{kind}-{int(index)}" and int(index) < self._given[kind]
+        return given and all(engine.name != name for engine in self.engines)
+
+    def _find_member(self, name: str) -> Instance:
+        for member in self.members:
+            if member.name == name:
+                return member
+        raise ClusterError(f"no instance {name!r}; there are: {', '.join(member.name for member in self.members)}")
+
+    def _check_ready(self) -> None:
+        if not self.ready.is_set():
+            raise ClusterError("the cluster is starting; members come and go once all are ready")
 
     def may_start_s(self, member: Instance) -> float:
         """When a member that has ended may be started again, by ``time.monotonic``."""
@@ -312,27 +416,40 @@ class Supervisor:
     async def _open_control(self) -> asyncio.AbstractServer | None:
         if self._state_file is None:
             return None
-        path = control_path(self._state_file)
+        path = socket_path(self._state_file)
         path.unlink(missing_ok=True)
         return await asyncio.start_unix_server(self._on_control, path=str(path))
 
     async def _on_control(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One line in, one line out: ``restart NAME`` or ``stop``."""
-        line = (await reader.readline()).decode().split()
-        answer = "ok"
+        """One line in, one line out; see ``cluster_socket``."""
+        words = (await reader.readline()).decode(errors="replace").split()
         try:
-            if line[:1] == ["restart"] and len(line) == 2:
-                await self.restart_member(line[1])
-            elif line == ["stop"]:
-                self.stop()
-            else:
-                answer = f"error: unknown command {' '.join(line)!r}; known: restart NAME, stop"
-        except ClusterError as error:
-            answer = f"error: {error}"
+            answer = await self._obey(words)
+        except PlaError as error:
+            answer = f"{ERROR}{error}"
         writer.write(answer.encode() + b"\n")
         with contextlib.suppress(ConnectionError):
             await writer.drain()
         writer.close()
+
+    async def _obey(self, words: Sequence[str]) -> str:
+        """The answer to a command. Raises PlaError."""
+        match words:
+            case ["restart", name]:
+                await self.restart_member(name)
+                return "ok"
+            case ["stop"]:
+                self.stop()
+                return "ok"
+            case ["list"]:
+                return json.dumps([encode_instance(engine.to_started()) for engine in self.engines])
+            case ["start", kind, *plan] if len(plan) <= 1:
+                added = self.add_member(kind, _read_plan(plan[0]) if plan else None)
+                return json.dumps(encode_instance(added.to_started()))
+            case ["remove", name]:
+                removed = self.remove_member(name)
+                return json.dumps(None if removed is None else encode_instance(removed.to_started()))
+        raise ClusterError(f"unknown command {' '.join(words)!r}; known: {KNOWN_COMMANDS}")
 
     def _write_state(self) -> None:
         if self._state_file is None:
@@ -340,7 +457,7 @@ class Supervisor:
         state = {
             "pid": os.getpid(),
             "ready": bool(self._measured),
-            "url": self.router.url if self.router is not None else self.engines[0].url,
+            "url": self.router.url if self.router is not None else next((one.url for one in self.engines), None),
             "router": None if self.router is None else self.router.to_dict() | {"policy": self.config.policy},
             "instances": [engine.to_dict() for engine in self.engines],
         }
@@ -361,7 +478,7 @@ class Supervisor:
             reader.close_reader()
         if self._state_file is not None:
             self._state_file.unlink(missing_ok=True)
-            control_path(self._state_file).unlink(missing_ok=True)
+            socket_path(self._state_file).unlink(missing_ok=True)
         self._log_line("stopped, nothing left running")
 
     def _elapsed_s(self) -> float:
@@ -375,21 +492,10 @@ def _is_stateless(member: Instance) -> bool:
     return member.spec is not None and member.spec.kind == "stateless"
 
 
-def control_path(state_file: Path) -> Path:
-    """The control socket of the cluster that writes ``state_file``."""
-    return state_file.with_suffix(".sock")
-
-
-def send_command(state_file: Path, command: str, timeout_s: float = 300.0) -> str:
-    """Send ``command`` to a running cluster and return its answer. Raises ClusterError if none runs."""
-    try:
-        with socket.socket(socket.AF_UNIX) as channel:
-            channel.settimeout(timeout_s)
-            channel.connect(str(control_path(state_file)))
-            channel.sendall(command.encode() + b"\n")
-            return channel.makefile().readline().strip()
-    except OSError as error:
-        raise ClusterError(f"no cluster answers at {control_path(state_file)}: {error}") from None
+def _read_plan(text: str) -> int:
+    if not (text.isascii() and text.isdecimal()):
+        raise ClusterError(f"plan {text!r} is no number of a plan; allowed: 0 and above")
+    return int(text)
 
 
 async def _is_healthy(url: str, http: aiohttp.ClientSession) -> bool:

@@ -14,7 +14,9 @@ import pytest
 
 from pla_sglang.common.cli import EXIT_BAD_ARGUMENTS
 from pla_sglang.common.errors import ConfigError
-from pla_sglang.fleet.cluster.children import Children, ClusterError
+from pla_sglang.fleet.actuators.cluster_socket import send_command
+from pla_sglang.fleet.actuators.interface import ActuatorError
+from pla_sglang.fleet.cluster.children import Children
 from pla_sglang.fleet.cluster.instance import Instance, State
 from pla_sglang.fleet.cluster.lean import DISABLED_ENV, lean_environment
 from pla_sglang.fleet.cluster.logs import LONGEST_LINE, LineReader
@@ -26,7 +28,7 @@ from pla_sglang.fleet.cluster.spec import (
     router_arguments,
     with_own_rendezvous,
 )
-from pla_sglang.fleet.cluster.supervisor import FORGOTTEN_S, Supervisor, send_command
+from pla_sglang.fleet.cluster.supervisor import FORGOTTEN_S, Supervisor
 from pla_sglang.fleet.cluster.zygote import Zygote
 from pla_sglang.launch_cluster import EXIT_FAILED, main, read_config
 from pla_sglang.sim.chain import model_path
@@ -107,8 +109,18 @@ def test_unknown_arguments_go_to_the_engines() -> None:
         (["--unified", "many"], EXIT_BAD_ARGUMENTS, "--unified 'many' is not a whole number"),
         (["--unified", "1", "--start-timeout-s", "0"], EXIT_BAD_ARGUMENTS, "allowed: above 0 s"),
         ([], EXIT_BAD_ARGUMENTS, "a cluster needs an instance"),
-        (["--stop"], EXIT_BAD_ARGUMENTS, "need --state-file"),
-        (["--restart", "a", "--state-file", "/nonexistent/state.json"], EXIT_FAILED, "no cluster answers"),
+        (["--stop"], EXIT_BAD_ARGUMENTS, "needs --state-file"),
+        (["--start-instance", "unified"], EXIT_BAD_ARGUMENTS, "needs --state-file"),
+        (["--stop", "--restart", "a"], EXIT_BAD_ARGUMENTS, "--restart: not allowed with argument --stop"),
+        (
+            ["--restart", "", "--state-file", "/nonexistent/state.json"],
+            EXIT_FAILED,
+            "'' cannot be a name; allowed: one",
+        ),
+        (["--restart", "a", "--state-file", "/nonexistent/state.json"], EXIT_FAILED, "restart a: no cluster answers"),
+        (["--remove-instance", "a", "--state-file", "/nonexistent/state.json"], EXIT_FAILED, "remove a: no cluster"),
+        (["--unified", "1", "--state-file", "state.planner"], EXIT_BAD_ARGUMENTS, "name of a file beside a state file"),
+        (["--unified", "1", "--most-instances", "0"], EXIT_BAD_ARGUMENTS, "--most-instances 0 is out of range"),
     ],
 )
 def test_exit_codes(argv: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -129,8 +141,8 @@ def test_a_printed_configuration_starts_the_same_cluster(tmp_path: Path, capsys:
 
 
 def test_control_without_a_cluster_says_so(tmp_path: Path) -> None:
-    with pytest.raises(ClusterError, match="no cluster answers"):
-        send_command(tmp_path / "state.json", "stop")
+    with pytest.raises(ActuatorError, match="stop: no cluster answers"):
+        send_command(tmp_path / "state.json", ["stop"])
 
 
 @pytest.mark.parametrize(
@@ -295,12 +307,12 @@ def test_a_stateless_instance_may_hand_over_before_it_is_restarted(
 ) -> None:
     """Its HTTP process alone is told: its scheduler would end at once."""
     config = ClusterConfig({kind: 1}, router="none")
-    made = Supervisor(config, free_port=ports(), sink=lambda *_: None, environment={}, drain_s=drain_s)
+    made = Supervisor(config, free_port=ports(), sink=lambda *_: None, environment={})
     children = Signals(made, ignored)
     made._children = children  # type: ignore[assignment]
     [member] = made.engines
     member.move_to(State.READY)
-    asyncio.run(made._bring_down(member))
+    asyncio.run(made._bring_down(member, drain_s))
     assert children.sent == sent
     assert member.state is State.DEAD
 

@@ -22,7 +22,7 @@ from pla_sglang.fleet.cluster.spec import ClusterConfig, instances, router_argum
 from pla_sglang.fleet.cluster.stateless_flags import make_parser
 from pla_sglang.fleet.cluster.supervisor import CHAIN_ANSWERS, Supervisor
 from pla_sglang.fleet.stateless import checks
-from pla_sglang.launch_cluster import check_members, main, read_config, with_load_reports
+from pla_sglang.launch_cluster import check_members, main, read_config, scaled_by_planner, with_load_reports
 from pla_sglang.plugin.engine.host.arguments import find_split_attention
 from pla_sglang.sim.chain import model_path
 
@@ -119,6 +119,45 @@ def test_engines_report_to_a_router_whose_policy_moves_requests(arguments: list[
         assert reporting.common == (*config.common, "--pla-telemetry", address)
         assert reporting.router_extra == (*config.router_extra, "--telemetry", address)
         assert re.fullmatch(r"tcp://127\.0\.0\.1:\d+", address)
+
+
+@pytest.mark.parametrize(
+    ("router_args", "added"),
+    [
+        ("--planner combined", True),
+        ("--relay-workers 1 --planner=combined", True),
+        ("--planner none", False),
+        ("--planner combined --actuator local:/other.json", False),
+        ("", False),
+    ],
+)
+@pytest.mark.parametrize("named", [True, False])
+def test_a_planner_scales_the_cluster_of_its_router(
+    router_args: str, added: bool, named: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    files = ["--state-file", "state.json"] if named else []
+    options = read_config([*STATELESS, *files, "--router-args", router_args]).config
+    given = options.to_cluster()
+    with scaled_by_planner(given, options) as (config, changed):
+        if not added:
+            assert (config, changed) == (given, options)
+            return
+        [*kept, flag, actuator] = config.router_extra
+        assert (tuple(kept), flag) == (given.router_extra, "--actuator")
+        file = changed.state_file
+        assert file is not None
+        assert actuator == f"local:{file}"
+        assert file.is_absolute()
+        assert file.parent.is_dir()
+        assert (file == tmp_path / "state.json") == named
+    assert file.parent.exists() == named, "a folder of our own goes at the end"
+
+
+def test_a_planner_needs_our_router() -> None:
+    options = read_config(["--unified", "1", "--router", "sglang", "--router-args", "--planner x"]).config
+    with scaled_by_planner(options.to_cluster(), options) as (config, _):
+        assert config == options.to_cluster()
 
 
 @pytest.mark.parametrize(

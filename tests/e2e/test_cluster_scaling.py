@@ -1,0 +1,83 @@
+"""A cluster of one stateless instance gets a second one while it serves, and loses it, by orders of an actuator."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from e2e.test_router_control import call
+from support.clusters import family
+
+from pla_sglang.fleet.actuators import open_actuator
+from pla_sglang.fleet.actuators.interface import Actuator, StartedInstance
+
+pytestmark = pytest.mark.e2e
+
+LIMIT_S = 240.0  # of a start or an end, on a busy machine
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory, forked_cluster: Callable[..., Any]) -> Iterator[dict[str, Any]]:
+    pytest.importorskip("nixl", reason="stateless instances need NIXL")
+    arguments = ("--stateless", "1", "--policy", "least-tokens", "--pla-emulate", "h100-llama3.1-8b-tp1")
+    with forked_cluster(tmp_path_factory.mktemp("scaling"), *arguments) as described:
+        yield described
+
+
+async def until_listed(actuator: Actuator, name: str, state: str | None) -> StartedInstance | None:
+    """The instance, once it has a state; None: once it is gone."""
+    end_s = time.monotonic() + LIMIT_S
+    while True:
+        found = {one.name: one for one in await actuator.list_instances()}.get(name)
+        if (found.state if found is not None else None) == state:
+            return found
+        assert time.monotonic() < end_s, f"{found} is not {state}"
+        assert found is None or found.state != "dead", found
+        await asyncio.sleep(0.1)
+
+
+def listens(url: str) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", urlsplit(url).port or 0)) == 0
+
+
+def test_an_instance_is_added_serves_and_is_removed(cluster: dict[str, Any]) -> None:
+    launcher = cluster["process"].pid
+    before = len(family(launcher))
+
+    async def act() -> None:
+        actuator = open_actuator(f"local:{cluster['state_file']}")
+        assert actuator.lease.acquire()
+        added = await actuator.start_instance("stateless", 1)
+        assert await actuator.start_instance("stateless", 1) == added
+        assert (added.name, added.state, added.plan) == ("stateless-1", "starting", 1)
+        ready = await until_listed(actuator, added.name, "ready")
+        assert ready is not None
+        assert ready.url == added.url
+        assert (await asyncio.to_thread(call, f"{added.url}/health"))[0] == 200
+        body = {"text": "hello", "sampling_params": {"temperature": 0, "max_new_tokens": 4}}
+        assert (await asyncio.to_thread(call, f"{added.url}/generate", body))[0] == 200
+        assert len(await asyncio.to_thread(family, launcher)) > before
+        await actuator.stop_instance(added.name)
+        await actuator.stop_instance(added.name)
+        await until_listed(actuator, added.name, None)
+        assert not listens(added.url)
+        assert (await actuator.start_instance("stateless", 1)).state == "dead"
+        await actuator.close()
+
+    asyncio.run(act())
+    names = [row["name"] for row in json.loads(Path(cluster["state_file"]).read_text())["instances"]]
+    assert names == ["stateless-0"]
+    assert len(family(launcher)) == before
+    assert call(f"{cluster['router']['url']}/workers")[0] == 200, "the cluster serves on"
+    log = Path(cluster["log"]).read_text(encoding="utf-8", errors="replace")
+    assert "[cluster] 3/3 ready: stateless-1" in log
+    assert "[cluster] stateless-1 is gone" in log
+    assert "Traceback" not in log
