@@ -117,6 +117,11 @@ class Supervisor:
         """Engines first: the router starts once they answer."""
         return [*self.engines, *([self.router] if self.router is not None else [])]
 
+    @property
+    def listed(self) -> list[Instance]:
+        """Engines, as others are told of them: who was removed and has ended is gone, not dead."""
+        return [one for one in self.engines if one.name not in self._removals or one.state is not State.DEAD]
+
     def stop(self) -> None:
         self._stop.set()
 
@@ -442,7 +447,7 @@ class Supervisor:
                 self.stop()
                 return "ok"
             case ["list"]:
-                return json.dumps([encode_instance(engine.to_started()) for engine in self.engines])
+                return json.dumps([encode_instance(engine.to_started()) for engine in self.listed])
             case ["start", kind, *plan] if len(plan) <= 1:
                 added = self.add_member(kind, _read_plan(plan[0]) if plan else None)
                 return json.dumps(encode_instance(added.to_started()))
@@ -457,9 +462,9 @@ class Supervisor:
         state = {
             "pid": os.getpid(),
             "ready": bool(self._measured),
-            "url": self.router.url if self.router is not None else next((one.url for one in self.engines), None),
+            "url": self.router.url if self.router is not None else next((one.url for one in self.listed), None),
             "router": None if self.router is None else self.router.to_dict() | {"policy": self.config.policy},
-            "instances": [engine.to_dict() for engine in self.engines],
+            "instances": [engine.to_dict() for engine in self.listed],
         }
         temporary = self._state_file.with_suffix(".tmp")
         temporary.write_text(json.dumps(self._measured | state, indent=1) + "\n", encoding="utf-8")
