@@ -16,8 +16,10 @@ from typing import Any, ClassVar
 from pla_sglang.common.cli import parse_pairs
 from pla_sglang.common.errors import ConfigError, PlaError
 from pla_sglang.policy import registry
+from pla_sglang.policy.common.fleet_policy import NO_PLANNER
 from pla_sglang.policy.interface.decisions import PolicySet
 from pla_sglang.policy.interface.fleet import Role
+from pla_sglang.policy.planners import with_planner
 from pla_sglang.policy.registry import FleetPolicy, Setup
 from pla_sglang.profiles.load import load_profile
 
@@ -72,9 +74,12 @@ def find_policy(name: str) -> FleetPolicy:
     return _load(points[0])
 
 
-def read_knobs(name: str, texts: Sequence[str]) -> dict[str, float]:
-    """``Setup.knobs`` from texts of the form PART.NAME=VALUE, for the policy of this ``name``. Raises ConfigError."""
-    return parse_pairs("--policy-knob", texts, find_policy(name).find_knob)
+def read_knobs(name: str, texts: Sequence[str], planner: str = NO_PLANNER) -> dict[str, float]:
+    """``Setup.knobs`` from texts of the form PART.NAME=VALUE, for the policy of this ``name`` and a planner beside it.
+
+    Raises ConfigError.
+    """
+    return parse_pairs("--policy-knob", texts, with_planner(find_policy(name), planner).find_knob)
 
 
 def find_live_policy(name: str, knobs: Sequence[str] = ()) -> FleetPolicy:

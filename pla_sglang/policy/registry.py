@@ -22,6 +22,7 @@ from pla_sglang.policy.interface.decisions import PolicySet
 from pla_sglang.policy.interface.fleet import Role
 from pla_sglang.policy.interface.prefill import PrefillClass
 from pla_sglang.policy.pla import fleet as pla
+from pla_sglang.policy.planners import with_planner
 from pla_sglang.policy.star import fleet as star
 
 __all__ = [  # with what a policy in a package of its own is made from
@@ -68,7 +69,11 @@ def build(name: str, setup: Setup) -> PolicySet:
 
 
 def build_policy(name: str, policy: FleetPolicy, setup: Setup) -> PolicySet:
-    """Fresh objects of ``policy`` for one run, called ``name``. Raises ConfigError for a setup that does not fit it."""
+    """Fresh objects of ``policy`` for one run, called ``name``, with the planner of ``setup`` beside it.
+
+    Raises ConfigError for a setup that does not fit it.
+    """
+    policy = with_planner(policy, setup.planner)
     for knob_name in setup.knobs:
         policy.find_knob(knob_name)
     dispatcher, controllers, roles = policy.make(setup)

@@ -235,7 +235,10 @@ class FleetRunner:
             self._recording.write_views(self._device_s(now_s))
 
     def prefilled(self, sample: PrefillSample, now_s: float) -> None:
+        """A cold instance's passes teach nobody: slow as they are, they would make a whole kind of instances slow."""
         now_s = self._device_s(now_s)
+        if sample.instance.is_cold(now_s):
+            return
         if self._recording is not None:
             self._recording.write_prefill(sample, now_s)
         for on_prefill in self._on_prefill:
@@ -250,6 +253,8 @@ class FleetRunner:
 
     def token_interval(self, instance: InstanceView, interval_s: float, now_s: float) -> None:
         now_s = self._device_s(now_s)
+        if instance.is_cold(now_s):
+            return
         if self._recording is not None:
             self._recording.write_interval(instance, interval_s, now_s)
         for on_interval in self._on_interval:

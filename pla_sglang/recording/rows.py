@@ -55,10 +55,14 @@ class Header(Row):
 
 
 class Views(Row):
-    """Changed fields by index of the instance; its first line has all fields that differ from their default."""
+    """Changed fields by index of the instance; its first line has all fields that differ from their default.
+
+    ``startup_s``: that of the fleet, where it is known.
+    """
 
     now_s: float
     changed: dict[int, dict[str, Any]]
+    startup_s: float | None = None
 
 
 class Arrival(Row):

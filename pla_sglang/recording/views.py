@@ -29,6 +29,7 @@ from pla_sglang.recording.rows import RecordedBatch
 _FIELDS = tuple(field.name for field in dataclasses.fields(InstanceView) if field.name != "index")
 _DEFAULTS = {name: getattr(InstanceView(0, ""), name) for name in _FIELDS}
 _STEPS = "steps"
+_TIMES = ("since_s", "ready_s")
 _ENUMS: dict[str, type[enum.Enum]] = {
     "kind": InstanceKind,
     "role": Role,
@@ -87,7 +88,7 @@ def _plain(value: Any) -> Any:
         }
     if isinstance(value, StepProfile):
         return {}  # that of the field ``profile``
-    return None if value == float("-inf") else value  # of what changes only ``since_s`` is ever that
+    return None if value == float("-inf") else value  # of what changes only ``_TIMES`` are ever that
 
 
 def restore(fleet: FleetView, changed: dict[int, dict[str, Any]], steps: StepTimes | None = None) -> None:
@@ -139,4 +140,4 @@ def _value(name: str, value: Any) -> Any:
         raise KeyError(f"an instance has no field {name!r}")
     if name in _ENUMS and value is not None:
         return _ENUMS[name](value)
-    return float("-inf") if name == "since_s" and value is None else value
+    return float("-inf") if name in _TIMES and value is None else value

@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from random import Random
 
 from pla_sglang.policy.baselines.dispatch import CacheAware, MinimalLoad, RoundRobin, TwoChoices, least_requests
 from pla_sglang.policy.baselines.migration import LoadMigration, LoadMigrationKnobs
-from pla_sglang.policy.baselines.scalers import SlaKnobs, SlaScaler, ThresholdKnobs, ThresholdScaler
+from pla_sglang.policy.baselines.scalers import (
+    SlaKnobs,
+    SlaScaler,
+    ThresholdKnobs,
+    ThresholdPlanner,
+    ThresholdScaler,
+)
 from pla_sglang.policy.common.dispatch import least_tokens
-from pla_sglang.policy.common.fleet_policy import Built, FleetPolicy, Setup, on_mixed_instances, on_static_split
+from pla_sglang.policy.common.fleet_policy import (
+    NO_PLANNER,
+    Built,
+    FleetPolicy,
+    Setup,
+    on_mixed_instances,
+    on_static_split,
+)
+from pla_sglang.policy.common.scaling import Limits, make_scaling
 
 
 def _minimal_load(setup: Setup) -> MinimalLoad:
@@ -21,21 +36,43 @@ def _load_migration(setup: Setup) -> Built:
     return least_tokens(), (LoadMigration(knobs, setup.client_gain()),), setup.split()
 
 
+def _threshold_knobs(setup: Setup) -> ThresholdKnobs:
+    return ThresholdKnobs(setup.ttft_slo_s, role_max=max(1, setup.instances_max // 2))
+
+
 def _threshold(setup: Setup) -> Built:
     dispatcher = _minimal_load(setup)
-    role_max = max(1, setup.instances_max // 2)
-    scaler = ThresholdScaler(ThresholdKnobs(setup.ttft_slo_s, role_max=role_max), dispatcher.predictor)
-    return dispatcher, (scaler,), setup.split()
+    scaler = ThresholdScaler(_threshold_knobs(setup), dispatcher.predictor)
+    return dispatcher, (scaler,) if setup.planner == NO_PLANNER else (), setup.split()
 
 
-def _sla(setup: Setup) -> Built:
-    knobs = SlaKnobs(
+def _sla_knobs(setup: Setup) -> SlaKnobs:
+    return SlaKnobs(
         setup.tpot_slo_s,
         setup.concurrency(),
         role_max=max(1, setup.instances_max // 2),
         interval_s=setup.plan_interval_s,
     )
-    return _minimal_load(setup), (SlaScaler(knobs, *setup.tables(), setup.make_forecaster()),), setup.split()
+
+
+def _sla(setup: Setup) -> Built:
+    scaler = SlaScaler(_sla_knobs(setup), *setup.tables(), setup.make_forecaster())
+    return _minimal_load(setup), (scaler,) if setup.planner == NO_PLANNER else (), setup.split()
+
+
+def make_threshold(setup: Setup, *, by_role: bool) -> ThresholdPlanner:
+    """Beside a policy (``policy/planners.py``). ``by_role``: instances keep their roles; else it plans the total."""
+    knobs = setup.tune("threshold", _threshold_knobs(setup))
+    limits = Limits(setup.instances_min, setup.instances_max)
+    return ThresholdPlanner(knobs, setup.predictor_of_ttft(), make_scaling(limits, by_role=by_role))
+
+
+def make_sla(setup: Setup, *, by_role: bool) -> SlaScaler:
+    """As ``make_threshold``."""
+    knobs = setup.tune("sla", dataclasses.replace(_sla_knobs(setup), headroom=setup.headroom))
+    limits = Limits(setup.instances_min, setup.instances_max, cool_down_s=knobs.cool_down_s)
+    scaling = make_scaling(limits, by_role=by_role)
+    return SlaScaler(knobs, *setup.tables(), setup.make_forecaster(), scaling=scaling)
 
 
 POLICIES: Mapping[str, FleetPolicy] = {

@@ -4,39 +4,28 @@
   the TTFT target; decode: KV cache in use), at most one change a role and cool-down.
 * SLA: replicas from the forecast rate, each phase on its own: prefill = rate * prefill time / target utilisation;
   decode = rate * output length * token time / the concurrency that keeps the TPOT target. No common ratio.
+
+As planners beside any policy (``policy/planners.py``) they get a ``scaling`` with the limits of the fleet. Of all
+instances together one is added where either phase is above ``high``, and leaves where both are below ``low``; the SLA's
+replicas are added up. The forecast is then the largest until an instance ordered now would be there.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from pla_sglang.common.checks import Range, check_fields, knob, require, require_order
 from pla_sglang.policy.baselines.migration import used_share
 from pla_sglang.policy.common.forecast import Forecaster, LastValue, next_values
 from pla_sglang.policy.common.load_meter import LoadMeter
-from pla_sglang.policy.common.pools import least_loaded
-from pla_sglang.policy.common.predictor import TtftPredictor
+from pla_sglang.policy.common.predictor import PredictingPolicy, TtftPredictor
+from pla_sglang.policy.common.scaling import Limits, PhaseScaling, Scaling, Wanted, steps_ahead
 from pla_sglang.policy.common.tables import DecodeTable, PrefillTable
 from pla_sglang.policy.interface.decisions import FleetAction, Hold, Observer, ScaleTo
 from pla_sglang.policy.interface.fleet import FleetView, InstanceView, RequestView, Role
 from pla_sglang.policy.interface.reasons import FleetReason
-
-
-def scale(
-    fleet: FleetView, role: Role, wanted: int, maximum: int, reason: FleetReason, same: FleetReason
-) -> FleetAction:
-    """To ``wanted`` within [1, maximum]; ready members with the least work leave, starting ones are not called back."""
-    members = fleet.by_role[role]
-    have = len(members) + fleet.starting[role]
-    wanted = min(max(wanted, 1), maximum)
-    if wanted > have:
-        return ScaleTo(role, wanted, reason, start=wanted - have)
-    leaving = min(have - wanted, len(members) - 1)
-    if leaving <= 0:
-        return Hold(same)
-    return ScaleTo(role, have - leaving, reason, drain=least_loaded(members, leaving))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +34,7 @@ class ThresholdKnobs:
     ttft_slo_s: what a prefill backlog is measured by.
     high, low: utilisation thresholds.
     cool_down_s: between two changes of one role.
-    role_max: largest count of each role.
+    role_max: largest count of each role, where no limits of the fleet are given.
     """
 
     ttft_slo_s: float
@@ -64,38 +53,57 @@ class ThresholdKnobs:
 class ThresholdScaler:
     """DYN-LOAD."""
 
-    def __init__(self, knobs: ThresholdKnobs, predictor: TtftPredictor) -> None:
+    def __init__(
+        self, knobs: ThresholdKnobs, predictor: TtftPredictor, scaling: Scaling | PhaseScaling | None = None
+    ) -> None:
         self.knobs = knobs
         self.predictor = predictor
         self.interval_s = knobs.interval_s
-        self._changed_s = {Role.PREFILL: float("-inf"), Role.DECODE: float("-inf")}
+        self._scaling = scaling or PhaseScaling(Limits(most=knobs.role_max), together=False)
+        self._changed_s: dict[Role, float] = {}  # MIXED: of the whole fleet
 
     def tick(self, fleet: FleetView, now_s: float) -> list[FleetAction]:
-        return [
-            self._one(fleet, Role.PREFILL, self._backlog, now_s),
-            self._one(fleet, Role.DECODE, used_share, now_s),
-        ]
+        scaling = self._scaling
+        if isinstance(scaling, Scaling):
+            wanted = self._judge(scaling, (self._backlog(fleet.prefill_capable()), _used(fleet.ready)), fleet, now_s)
+            actions = [wanted if isinstance(wanted, Hold) else scaling.decide(wanted, fleet, now_s)]
+        else:
+            prefills, decodes = scaling.prefills, scaling.decodes
+            actions = scaling.decide(
+                self._judge(prefills, (self._backlog(prefills.members(fleet)),), fleet, now_s),
+                self._judge(decodes, (_used(decodes.members(fleet)),), fleet, now_s),
+                fleet,
+                now_s,
+            )
+        self._changed_s |= {action.role: now_s for action in actions if isinstance(action, ScaleTo)}
+        return actions
 
-    def _backlog(self, instance: InstanceView) -> float:
-        return self.predictor.delay_s(instance) / self.knobs.ttft_slo_s
-
-    def _one(self, fleet: FleetView, role: Role, load: Callable[[InstanceView], float], now_s: float) -> FleetAction:
-        members = fleet.by_role[role]
-        if not members:
+    def _judge(self, scaling: Scaling, utilisations: Sequence[float], fleet: FleetView, now_s: float) -> Wanted | Hold:
+        """One more where some utilisation is high, one less where all are low."""
+        if not scaling.members(fleet):
             return Hold(FleetReason.NO_DATA)
-        if now_s - self._changed_s[role] < self.knobs.cool_down_s:
+        if now_s - self._changed_s.get(scaling.role or Role.MIXED, -math.inf) < self.knobs.cool_down_s:
             return Hold(FleetReason.COOL_DOWN)
-        mean = sum(load(member) for member in members) / len(members)
-        have = len(members) + fleet.starting[role]
-        wanted, reason = have, FleetReason.UTILISATION_IN_BAND
-        if mean > self.knobs.high:
-            wanted, reason = have + 1, FleetReason.UTILISATION_HIGH
-        elif mean < self.knobs.low:
-            wanted, reason = have - 1, FleetReason.UTILISATION_LOW
-        action = scale(fleet, role, wanted, self.knobs.role_max, reason, FleetReason.UTILISATION_IN_BAND)
-        if isinstance(action, ScaleTo):
-            self._changed_s[role] = now_s
-        return action
+        have, change = scaling.count(fleet), FleetReason.UTILISATION_IN_BAND
+        if max(utilisations) > self.knobs.high:
+            have, change = have + 1, FleetReason.UTILISATION_HIGH
+        elif max(utilisations) < self.knobs.low:
+            have, change = have - 1, FleetReason.UTILISATION_LOW
+        return Wanted.exactly(have, change, FleetReason.UTILISATION_IN_BAND)
+
+    def _backlog(self, members: Sequence[InstanceView]) -> float:
+        """Mean delay of a prefill over its target; 0 without members."""
+        delays_s = [self.predictor.delay_s(member) for member in members]
+        return sum(delays_s) / len(delays_s) / self.knobs.ttft_slo_s if delays_s else 0.0
+
+
+def _used(members: Sequence[InstanceView]) -> float:
+    """Mean share of KV cache in use; 0 without members."""
+    return sum(used_share(member) for member in members) / len(members) if members else 0.0
+
+
+class ThresholdPlanner(ThresholdScaler, PredictingPolicy):
+    """Beside any policy: with a predictor of its own, which learns."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,12 +112,16 @@ class SlaKnobs:
     tpot_slo_s: target that sets the concurrency of a decode instance.
     concurrency_max: cap of that concurrency (KV cache, graphs).
     prefill_utilisation: planned utilisation of prefill instances.
-    role_max: largest count of each role.
+    role_max: largest count of each role, where no limits of the fleet are given.
+    headroom: factor on the forecast rate.
+    cool_down_s: between two times that instances leave.
     """
 
     tpot_slo_s: float
     concurrency_max: int
     prefill_utilisation: float = knob(0.8, allowed=Range(0, 1, above=True))
+    headroom: float = knob(1.0, allowed=Range(0, above=True))
+    cool_down_s: float = knob(0.0, allowed=Range(0))
     role_max: int = knob(512, allowed=Range(1))
     interval_s: float = knob(60.0, allowed=Range(0, above=True))
 
@@ -128,8 +140,12 @@ class SlaScaler(Observer):
         prefill: PrefillTable,
         decode: DecodeTable,
         forecaster: Callable[[], Forecaster] = LastValue,
+        *,
+        scaling: Scaling | PhaseScaling | None = None,
     ) -> None:
         self.knobs = knobs
+        self._looks_ahead = scaling is not None
+        self._scaling = scaling or PhaseScaling(Limits(most=knobs.role_max), together=False)
         self.prefill_table, self.decode_table = prefill, decode
         self.interval_s = knobs.interval_s
         self._meter = LoadMeter()
@@ -139,16 +155,19 @@ class SlaScaler(Observer):
         sample = self._meter.take(now_s)
         if sample is None:
             return [Hold(FleetReason.NO_DATA)]
-        values = next_values(self._series, (sample.input_tokens, sample.output_tokens, sample.rate_per_s))
+        ended = (sample.input_tokens, sample.output_tokens, sample.rate_per_s)
+        values = next_values(self._series, ended, steps_ahead(fleet, self.interval_s) if self._looks_ahead else 1)
         if values is None:
             return [Hold(FleetReason.NO_DATA)]
         input_tokens, output_tokens, rate = values
-        prefills, decodes = self.replicas(input_tokens, output_tokens, rate)
-        maximum, same = self.knobs.role_max, FleetReason.SLA_UNCHANGED
-        return [
-            scale(fleet, Role.PREFILL, prefills, maximum, FleetReason.SLA_DEMAND, same),
-            scale(fleet, Role.DECODE, decodes, maximum, FleetReason.SLA_DEMAND, same),
-        ]
+        prefills, decodes = self.replicas(input_tokens, output_tokens, self.knobs.headroom * rate)
+        if isinstance(self._scaling, Scaling):
+            return [self._scaling.decide(self._want(prefills + decodes), fleet, now_s)]
+        return self._scaling.decide(self._want(prefills), self._want(decodes), fleet, now_s)
+
+    @staticmethod
+    def _want(count: int) -> Wanted:
+        return Wanted.exactly(count, FleetReason.SLA_DEMAND, FleetReason.SLA_UNCHANGED)
 
     def replicas(self, input_tokens: float, output_tokens: float, rate_per_s: float) -> tuple[int, int]:
         """Prefill and decode instances for a load."""

@@ -13,7 +13,7 @@ from pla_sglang.policy.combined.policy import CombinedKnobs, CombinedPolicy, Par
 from pla_sglang.policy.combined.stall_budget import InPlace, InPlaceKnobs
 from pla_sglang.policy.common.dispatch import split_roles
 from pla_sglang.policy.common.eviction import EvictionCost, EvictionKnobs
-from pla_sglang.policy.common.fleet_policy import Built, FleetPolicy, Setup
+from pla_sglang.policy.common.fleet_policy import NO_PLANNER, Built, FleetPolicy, Setup
 from pla_sglang.policy.dopd.dispatch import DopdDispatcher, DopdDispatchKnobs
 from pla_sglang.policy.dopd.fleet import KNOBS as DOPD_KNOBS
 from pla_sglang.policy.dopd.fleet import make_controller as make_dopd
@@ -63,7 +63,7 @@ def _combined(setup: Setup, *, scaling: bool = False, unite: bool = True) -> Bui
         spatial=SpatialDispatcher(SpatialKnobs(setup.ttft_slo_s, spill_at=1.0), arrow.predictor, boundary),
         pressure=PressureController(PressureKnobs(setup.ttft_slo_s), arrow.predictor),
         star=make_star(setup, price=None if cost is None else cost.price_s) if setup.migrates else None,
-        planner=make_dopd(setup) if scaling else None,
+        planner=make_dopd(setup) if scaling and setup.planner == NO_PLANNER else None,
         unite=_mode(setup, arrow) if unite else None,
         cost=cost,
     )

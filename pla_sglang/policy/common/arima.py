@@ -14,8 +14,10 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections import deque
+from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from pla_sglang.common.checks import Range, check_fields, knob, require
 
@@ -73,8 +75,9 @@ class ArimaForecaster:
         if self._fit_is_due():
             self._fit()
 
-    def next_value(self) -> float | None:
-        return max(0.0, self._raw_next()) if self._values else None
+    def next_value(self, steps: int = 1) -> float | None:
+        """Further ahead by line 8 again, on its own forecasts, whose residuals are taken as 0."""
+        return max(0.0, self._raw_next(steps)) if self._values else None
 
     def _fit_is_due(self) -> bool:
         knobs = self.knobs
@@ -110,18 +113,27 @@ class ArimaForecaster:
         self._ar, self._ma = np.asarray(result.arparams), np.asarray(result.maparams)
         self._residuals.extend(reversed(result.resid[-knobs.q :]) if knobs.q else ())
 
-    def _raw_next(self) -> float:
+    def _raw_next(self, steps: int = 1) -> float:
         """Line 8; the last value before the first fit."""
         if self.fits == 0:
             return self._values[-1]
         lags = len(self._ar) + self.knobs.d
-        recent = np.array([self._values[-1 - back] for back in range(min(lags, len(self._values)))])
+        recent = [self._values[-1 - back] for back in range(min(max(1, lags), len(self._values)))]
+        shocks = list(self._residuals)
+        for _ in range(steps):
+            recent.insert(0, self._one_step(np.array(recent[:lags]), recent[0], shocks))
+            shocks.insert(0, 0.0)
+        return recent[0]
+
+    def _one_step(self, recent: npt.NDArray[np.float64], last: float, shocks: Sequence[float]) -> float:
+        """The value after ``recent``, the newest first; ``shocks``: residuals, the newest first."""
+        moving = self._moving(shocks)
         if self.knobs.d:
             if len(recent) < 2:
-                return self._values[-1] + self._moving()
-            return float(self._values[-1] + self._ar[: len(recent) - 1] @ -np.diff(recent) + self._moving())
-        return float(self._mean + self._ar[: len(recent)] @ (recent - self._mean) + self._moving())
+                return last + moving
+            return float(last + self._ar[: len(recent) - 1] @ -np.diff(recent) + moving)
+        return float(self._mean + self._ar[: len(recent)] @ (recent - self._mean) + moving)
 
-    def _moving(self) -> float:
-        count = min(len(self._ma), len(self._residuals))
-        return float(sum(self._ma[back] * self._residuals[back] for back in range(count)))
+    def _moving(self, shocks: Sequence[float]) -> float:
+        count = min(len(self._ma), len(shocks))
+        return float(sum(self._ma[back] * shocks[back] for back in range(count)))

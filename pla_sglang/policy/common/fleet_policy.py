@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
-from pla_sglang.common.checks import Declared, Range, check_fields, knob, knobs_of_parts, require
+from pla_sglang.common.checks import Choice, Declared, Range, check_fields, knob, knobs_of_parts, require
 from pla_sglang.common.errors import ConfigError
 from pla_sglang.policy.common.arima import ArimaForecaster
 from pla_sglang.policy.common.capacity import max_running_tokens
@@ -30,6 +30,8 @@ FORECASTERS: Mapping[str, Callable[[], Forecaster]] = {
     "arima": ArimaForecaster,
 }
 Knobs = TypeVar("Knobs")
+NO_PLANNER = "none"
+PLANNER_NAMES = (NO_PLANNER, "dopd", "threshold", "sla")  # made by ``policy/planners.py``
 DEFAULT_FORECASTER = "arima"  # DOPD's; others need as few GPU-hours: bench/lab/docs/fleets.md, "Forecasts"
 
 
@@ -55,9 +57,11 @@ class Setup:
         stateless: instances take either phase of any request. False: as stock engines, they keep their kind and their
             requests.
         migrates: running requests can be moved; False: a policy that does more than that leaves such moves out.
-        scales: instances can be started and stopped. False: a planner of counts changes roles, as its ratio says.
+        scales: a policy that plans counts of its own accord may start and stop instances. False: it changes roles, as
+            its ratio says.
+        planner: what plans how many instances there are, beside any policy; a policy's own planner steps back.
         forecaster: one of ``FORECASTERS``, or a function that makes one.
-        instances_min, instances_max: for policies that plan counts; equal ones: only the ratio is planned.
+        instances_min, instances_max: for planners and policies that plan counts; equal ones: only the ratio is planned.
         plan_interval_s, headroom: of policies that plan from a forecast (``PlannerKnobs``).
         pressure_interval_s, pressure_cool_down_s, pressure_hysteresis: of PLA pools (``PressureKnobs``).
         move_interval_s, move_rest_s: of policies that move requests: between two decisions, and between two moves of a
@@ -82,6 +86,7 @@ class Setup:
     stateless: bool = True
     migrates: bool = True
     scales: bool = True
+    planner: str = knob(NO_PLANNER, allowed=Choice(PLANNER_NAMES))
     forecaster: str | Callable[[], Forecaster] = DEFAULT_FORECASTER
     instances_min: int = 2
     instances_max: int = 64
@@ -101,6 +106,9 @@ class Setup:
         require("ttft_slo_s", self.ttft_slo_s, 0, above=True)
         require("tpot_slo_s", self.tpot_slo_s, 0, above=True)
         require("kv_capacity_tokens", self.kv_capacity_tokens, 1)
+        if self.planner != NO_PLANNER:
+            require("instances_min", self.instances_min, 1)
+            require("instances_max", self.instances_max, self.instances_min)
 
     def predictor_of_ttft(self) -> TtftPredictor:
         return TtftPredictor({"": profile_curve(self.steps)}, self.tune("predictor", PredictorKnobs()))
@@ -172,6 +180,7 @@ class FleetPolicy:
         flips: it changes the roles of stateless instances.
         migrates: what it decides beside the place of a request is that running requests move.
         scales: it adds and removes instances by limits that no fleet of a fixed size can be given.
+        own_planner: the planner that its ``make`` adds by itself where a setup names it.
         knobs: names of its parts, and the dataclasses of each that it tunes (``Setup.tune``): what operators may set.
     """
 
@@ -183,6 +192,7 @@ class FleetPolicy:
     flips: bool = False
     migrates: bool = False
     scales: bool = False
+    own_planner: str = NO_PLANNER
     knobs: Mapping[str, tuple[type, ...]] = dataclasses.field(default_factory=dict)
 
     def find_knob(self, name: str) -> Declared:

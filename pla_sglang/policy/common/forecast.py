@@ -15,21 +15,26 @@ from pla_sglang.common.checks import Range, check_fields, knob, require
 
 
 class Forecaster(Protocol):
-    """``add`` takes the value of the interval that has ended, ``next_value`` estimates the coming one."""
+    """``add`` takes the value of the interval that has ended, ``next_value`` estimates one that is to come."""
 
     def add(self, value: float) -> None: ...
 
-    def next_value(self) -> float | None:
-        """None before there is any data."""
+    def next_value(self, steps: int = 1) -> float | None:
+        """The value of the interval ``steps`` from the ended one on, 1: the coming one. None before there is data."""
         ...
 
 
-def next_values(series: Sequence[Forecaster], ended: Sequence[float | None]) -> list[float] | None:
-    """Adds what an interval has brought, one value a series; the forecasts, None until every series has data."""
+def next_values(series: Sequence[Forecaster], ended: Sequence[float | None], steps: int = 1) -> list[float] | None:
+    """Adds what an interval has brought, one value a series; the largest forecast of each over the next ``steps``
+    intervals, None until every series has data."""
     for one, value in zip(series, ended, strict=True):
         if value is not None:
             one.add(value)
-    found = [value for one in series if (value := one.next_value()) is not None]
+    found = [
+        max(values)
+        for one in series
+        if (values := [value for step in range(1, steps + 1) if (value := one.next_value(step)) is not None])
+    ]
     return found if len(found) == len(series) else None
 
 
@@ -42,7 +47,7 @@ class LastValue:
     def add(self, value: float) -> None:
         self._last = value
 
-    def next_value(self) -> float | None:
+    def next_value(self, steps: int = 1) -> float | None:
         return self._last
 
 
@@ -59,7 +64,7 @@ class RecentPeak:
     def add(self, value: float) -> None:
         self._recent.append(value)
 
-    def next_value(self) -> float | None:
+    def next_value(self, steps: int = 1) -> float | None:
         return max(self._recent, default=None)
 
 
@@ -102,10 +107,11 @@ class HoltWinters:
             self._season[slot] = knobs.seasonal * (value - self._level) + (1 - knobs.seasonal) * seasonal
         self._count += 1
 
-    def next_value(self) -> float | None:
+    def next_value(self, steps: int = 1) -> float | None:
         if self._level is None:
             return None
-        return self._level + self.knobs.damping * self._trend + self._seasonal(self._count)
+        damped = sum(self.knobs.damping**step for step in range(1, steps + 1))
+        return self._level + damped * self._trend + self._seasonal(self._count + steps - 1)
 
     def _seasonal(self, count: int) -> float:
         return self._season[count % self.knobs.season] if self.knobs.season else 0.0
@@ -121,8 +127,8 @@ class Oracle:
     def add(self, value: float) -> None:
         self._count += 1
 
-    def next_value(self) -> float | None:
-        return self._future(self._count)
+    def next_value(self, steps: int = 1) -> float | None:
+        return self._future(self._count + steps - 1)
 
 
 class Corrected:
@@ -149,6 +155,6 @@ class Corrected:
             self.factor += self._weight * (ratio - self.factor)
         self.inner.add(value)
 
-    def next_value(self) -> float | None:
-        value = self.inner.next_value()
+    def next_value(self, steps: int = 1) -> float | None:
+        value = self.inner.next_value(steps)
         return None if value is None else value * self.factor

@@ -27,15 +27,14 @@ class RatioController(DopdController):
 
     _waits = 0  # plans in a row that wanted instances from a phase that could not spare them
 
-    def follow(self, load: LoadSample, fleet: FleetView) -> list[FleetAction]:
+    def follow(self, load: LoadSample, fleet: FleetView, now_s: float = 0.0) -> list[FleetAction]:
         roles, knobs = fleet.by_role, self.planner.knobs
         prefills = roles[Role.PREFILL] + roles[Role.DECODE_TO_PREFILL]
         decodes = roles[Role.DECODE] + roles[Role.PREFILL_TO_DECODE]
         instances = len(prefills) + len(decodes)
         if instances < 2:
             return [Hold(FleetReason.DOPD_UNCHANGED)]
-        self.last_plan = plan = self.planner.plan(load.times(knobs.headroom))
-        careful = self.planner.plan(load.times(knobs.headroom * (1 + knobs.down_margin)))
+        plan, careful = self.plan_twice(load)
         more = share_prefills(plan, instances) - len(prefills)
         if not more:
             self._waits = 0

@@ -12,6 +12,11 @@ statements about one instance (as printed, line 12 counts the load of all instan
 context is i + o/2 as in eq. 13; line 11 prints (i + o)/2, which is shorter than the prompt alone. n_p is at least what
 eq. 10 needs to keep waiting within a share of the TTFT target: eq. 15 by itself plans for a utilisation of 1, where the
 wait has no bound. Scaling down waits until the smaller count would hold with a margin, several intervals in a row.
+
+As a planner beside any policy (``policy/planners.py``) it looks ahead: at the largest load forecast until an instance
+that is ordered now would be there, and one interval longer. Its r is then at least what the requests would be at
+CC_max, by Little's law: where there are more instances than needed each step is short, so few requests are there at
+once, and r alone would plan a fleet in which they are many more.
 """
 
 from __future__ import annotations
@@ -23,11 +28,11 @@ from collections.abc import Callable
 from pla_sglang.common.checks import Range, check_fields, knob, require
 from pla_sglang.policy.common.forecast import Corrected, Forecaster, LastValue, next_values
 from pla_sglang.policy.common.load_meter import LoadMeter, LoadSample
-from pla_sglang.policy.common.pools import least_loaded
+from pla_sglang.policy.common.scaling import Limits, PhaseScaling, Wanted, steps_ahead
 from pla_sglang.policy.common.tables import DecodeTable, PrefillTable
 from pla_sglang.policy.dopd.batching import BatchingKnobs
 from pla_sglang.policy.dopd.ratio import batch_timeout_s, kingman_wait_s, optimal_ratio, servers_for_wait
-from pla_sglang.policy.interface.decisions import FleetAction, Hold, Observer, PrefillSample, ScaleTo
+from pla_sglang.policy.interface.decisions import FleetAction, Hold, Observer, PrefillSample
 from pla_sglang.policy.interface.fleet import FleetView, RequestView, Role
 from pla_sglang.policy.interface.reasons import FleetReason
 
@@ -49,6 +54,7 @@ class PlannerKnobs:
         headroom: factor on the forecast concurrency and rate; above 1 buys attainment with GPU-hours.
         down_margin: a count goes down only if the forecast times (1 + this) fits the smaller one ...
         down_intervals: ... so many intervals in a row.
+        cool_down_s: between two times that a count goes down.
         correction_weight: of the newest observation in the correction factors of the tables.
         timeout_safety, timeout_max_s: alpha of eq. 18, and the longest timeout of Algorithm 1's batches.
     """
@@ -64,6 +70,7 @@ class PlannerKnobs:
     headroom: float = knob(1.0, allowed=Range(0, above=True))
     down_margin: float = knob(0.15, allowed=Range(0))
     down_intervals: int = knob(3, allowed=Range(1))
+    cool_down_s: float = knob(0.0, allowed=Range(0))
     correction_weight: float = knob(0.3, allowed=Range(0, 1, above=True))
     timeout_safety: float = knob(0.5, allowed=Range(0, 1, above=True))
     timeout_max_s: float = knob(0.1, allowed=Range(0))
@@ -119,6 +126,15 @@ class Planner:
         prefills = max(knobs.prefill_min, math.ceil(ratio * decodes - 1e-9), waiting)
         return self._within(prefills, decodes, ratio, load)
 
+    def at_full_batches(self, load: LoadSample) -> LoadSample:
+        """``load`` with at least the concurrency that its requests have where CC_max of them share an instance."""
+        assert load.input_tokens is not None, "lengths are known"
+        assert load.output_tokens is not None, "lengths are known"
+        step_s = self.step_s(self.knobs.concurrency_max, load.input_tokens + load.output_tokens / 2)
+        return dataclasses.replace(
+            load, concurrency=max(load.concurrency, load.rate_per_s * load.output_tokens * step_s)
+        )
+
     def plan_batching(self, load: LoadSample, prefills: int) -> BatchingKnobs:
         """The knobs of Algorithm 1 on each of ``prefills`` instances: line 9 of Algorithm 2, and eq. 18 with eq. 10."""
         assert load.input_tokens is not None, "lengths are known"
@@ -161,46 +177,63 @@ class DopdController(Observer):
     Args:
         forecaster: makes one forecaster a series, in this order: input, output, concurrency, rate.
         corrected: scale forecasts by how far recent ones were off (section II-A).
+        looks_ahead: it plans beside a policy, until instances that are ordered now are there, and both counts together
+            stay within the bounds of both. False: line 8's one step, as the paper's system.
     """
 
     def __init__(
-        self, planner: Planner, forecaster: Callable[[], Forecaster] = LastValue, *, corrected: bool = True
+        self,
+        planner: Planner,
+        forecaster: Callable[[], Forecaster] = LastValue,
+        *,
+        corrected: bool = True,
+        looks_ahead: bool = False,
     ) -> None:
+        knobs = planner.knobs
         self.planner = planner
+        self.looks_ahead = looks_ahead
         self.interval_s = planner.knobs.interval_s
         self.last_plan: FleetPlan | None = None
         self.batching: BatchingKnobs | None = None  # what prefill instances are to be told; None: nothing yet
         self._series: list[Forecaster] = [Corrected(forecaster()) if corrected else forecaster() for _ in range(4)]
         self._meter = LoadMeter()
         self._passes = [0.0, 0.0, 0.0]  # seconds, requests, tokens of the interval's prefill passes
-        self._below = {Role.PREFILL: 0, Role.DECODE: 0}  # intervals in a row with a smaller plan
+        damping = Limits(down_intervals=knobs.down_intervals, cool_down_s=knobs.cool_down_s)
+        bounds = {"least": knobs.instances_min, "most": knobs.instances_max} if looks_ahead else {}
+        self.limits = dataclasses.replace(damping, **bounds)
+        self._scaling = PhaseScaling(self.limits, together=looks_ahead)
 
     def tick(self, fleet: FleetView, now_s: float) -> list[FleetAction]:
         sample = self._meter.take(now_s)
         if sample is None:
             return [Hold(FleetReason.NO_DATA)]
-        self._correct(fleet)
-        load = self.forecast(sample)
+        self._correct(fleet, now_s)
+        load = self.forecast(sample, steps_ahead(fleet, self.interval_s) if self.looks_ahead else 1)
         if load is None:
             return [Hold(FleetReason.NO_DATA)]
         self.batching = self.planner.plan_batching(load, max(1, len(fleet.prefill_capable())))
-        return self.follow(load, fleet)
+        return self.follow(self.planner.at_full_batches(load) if self.looks_ahead else load, fleet, now_s)
 
-    def follow(self, load: LoadSample, fleet: FleetView) -> list[FleetAction]:
-        """Lines 10 to 15 for a load that is expected, with headroom, and slower down than up."""
+    def follow(self, load: LoadSample, fleet: FleetView, now_s: float = 0.0) -> list[FleetAction]:
+        """Lines 10 to 15 for a load that is expected. ``now_s`` is for the cool-down alone."""
+        plan, careful = self.plan_twice(load)
+        prefills, decodes = (
+            Wanted(count, most, FleetReason.DOPD_RATIO, FleetReason.DOPD_UNCHANGED, FleetReason.DOPD_HYSTERESIS)
+            for count, most in ((plan.prefill, careful.prefill), (plan.decode, careful.decode))
+        )
+        return self._scaling.decide(prefills, decodes, fleet, now_s)
+
+    def plan_twice(self, load: LoadSample) -> tuple[FleetPlan, FleetPlan]:
+        """With headroom; and for a load that comes out higher, as counts go down to those only."""
         knobs = self.planner.knobs
-        self.last_plan = plan = self.planner.plan(load.times(knobs.headroom))
-        # What the counts would have to be if the load came out higher; counts go down to this one only.
-        careful = self.planner.plan(load.times(knobs.headroom * (1 + knobs.down_margin)))
-        return [
-            self._scale(fleet, Role.PREFILL, plan.prefill, careful.prefill),
-            self._scale(fleet, Role.DECODE, plan.decode, careful.decode),
-        ]
+        self.last_plan = self.planner.plan(load.times(knobs.headroom))
+        return self.last_plan, self.planner.plan(load.times(knobs.headroom * (1 + knobs.down_margin)))
 
-    def forecast(self, sample: LoadSample) -> LoadSample | None:
-        """Lines 7 to 9. None until both lengths have been seen."""
+    def forecast(self, sample: LoadSample, steps: int = 1) -> LoadSample | None:
+        """Lines 7 to 9: of each figure the largest of the next ``steps`` intervals. None until both lengths have been
+        seen."""
         ended = (sample.input_tokens, sample.output_tokens, sample.concurrency, sample.rate_per_s)
-        values = next_values(self._series, ended)
+        values = next_values(self._series, ended, steps)
         if values is None:
             return None
         input_tokens, output_tokens, concurrency, rate = values
@@ -212,35 +245,16 @@ class DopdController(Observer):
             rate_per_s=max(0.0, rate),
         )
 
-    def _correct(self, fleet: FleetView) -> None:
+    def _correct(self, fleet: FleetView, now_s: float) -> None:
         """Correction factors of section V-D, from the interval's passes and the instances' token intervals."""
         seconds, requests, tokens = self._passes
         if requests:
             self.planner.correct_prefill(tokens / requests, seconds / requests)
         self._passes = [0.0, 0.0, 0.0]
         for instance in fleet.by_role[Role.DECODE]:
-            if instance.token_interval_s is not None and instance.running > 0:
+            if instance.token_interval_s is not None and instance.running > 0 and not instance.is_cold(now_s):
                 length = instance.context_tokens / instance.running
                 self.planner.correct_decode(instance.running, length, instance.token_interval_s)
-
-    def _scale(self, fleet: FleetView, role: Role, wanted: int, careful: int) -> FleetAction:
-        """ADJUST_PD of line 15, for one role."""
-        members = fleet.by_role[role]
-        have = len(members) + fleet.starting[role]
-        if wanted >= have or careful >= have:
-            self._below[role] = 0
-            if wanted <= have:
-                return Hold(FleetReason.DOPD_UNCHANGED if wanted == have else FleetReason.DOPD_HYSTERESIS)
-            return ScaleTo(role, wanted, FleetReason.DOPD_RATIO, start=wanted - have)
-        self._below[role] += 1
-        if self._below[role] < self.planner.knobs.down_intervals:
-            return Hold(FleetReason.DOPD_HYSTERESIS)
-        self._below[role] = 0
-        count = max(careful, wanted)
-        leaving = min(have - count, len(members) - 1)  # starting ones cannot be called back
-        if leaving <= 0:
-            return Hold(FleetReason.DOPD_UNCHANGED)
-        return ScaleTo(role, have - leaving, FleetReason.DOPD_RATIO, drain=least_loaded(members, leaving))
 
     # -- observations --------------------------------------------------------------------------------------------------
 

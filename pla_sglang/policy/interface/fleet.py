@@ -20,6 +20,8 @@ from pla_sglang.policy.interface.fast_enum import FastEnum
 from pla_sglang.policy.interface.prefill import PrefillClass
 from pla_sglang.policy.interface.step_times import StepTimes
 
+COLD_S = 10.0  # device seconds: SGLang's first passes of each size take up to several seconds, later ones do not
+
 
 class InstanceKind(FastEnum):
     """What an instance is able to run."""
@@ -104,6 +106,7 @@ class InstanceView(LoadAmounts):
         steps: its step times, where they are known to be others than those that the policy was made with; None: those.
             Another object where they have changed.
         since_s: when ``role`` last changed.
+        ready_s: when it became ready, where it was started beside others that served already; see ``is_cold``.
         full_until_s: it has refused a request for load, and is avoided until then; by the driver's own clock.
         fixed_role: nothing can change its role; set by drivers.
         role_epoch: how often its role was set.
@@ -130,6 +133,7 @@ class InstanceView(LoadAmounts):
     full_until_s: float = float("-inf")
     fixed_role: bool = False
     role_epoch: int = 0
+    ready_s: float = float("-inf")
 
     # By identity, and not by the sums as ``LoadAmounts``.
     __eq__ = object.__eq__
@@ -148,6 +152,10 @@ class InstanceView(LoadAmounts):
 
     def requests(self) -> int:
         return self.queued_prefills + self.running + self.waiting_decodes
+
+    def is_cold(self, now_s: float) -> bool:
+        """Its passes say nothing yet of how fast it will be: they compile kernels, capture graphs and fill caches."""
+        return now_s < self.ready_s + COLD_S
 
     def __repr__(self) -> str:
         return self.name
@@ -231,6 +239,10 @@ class FleetView:
     Args:
         instances: in order of their ``index``.
         decodes: gives the running requests of an instance; asked by migration policies at their ticks.
+
+    Attributes:
+        startup_s: device seconds from the order to start an instance until it is ready, as measured lately
+            (``start_times.py``); None: none was.
     """
 
     def __init__(
@@ -242,6 +254,7 @@ class FleetView:
         self.ready: list[InstanceView] = []
         self.by_role: dict[Role, list[InstanceView]] = {role: [] for role in Role}
         self.starting: dict[Role, int] = dict.fromkeys(Role, 0)
+        self.startup_s: float | None = None
         self._decodes = decodes
         self._hidden: Set[InstanceView] = frozenset()
         for instance in instances:
@@ -289,6 +302,7 @@ class FleetView:
         """The same instances now, for one decision, with ``hidden`` in none of the lists of ready ones."""
         seen = FleetView(decodes=self._decodes)
         seen.instances, seen.starting, seen._hidden = self.instances, self.starting, hidden
+        seen.startup_s = self.startup_s
         seen.ready = [instance for instance in self.ready if instance not in hidden]
         seen.by_role = {
             role: [instance for instance in members if instance not in hidden] for role, members in self.by_role.items()

@@ -43,6 +43,8 @@ class FleetReason(Reason):
     SLA_DEMAND = "baseline.sla_demand"
     SLA_UNCHANGED = "baseline.sla_unchanged"
     COOL_DOWN = "any.cool_down"
+    STARTING = "any.starting"  # no instance is stopped while others are still starting
+    LAST_OF_PHASE = "any.last_of_phase"  # stopping one would leave a phase without a ready instance
     NO_DATA = "any.no_data"
     # Arrow
     PREFILL_SLO = "arrow.prefill_slo"  # Alg. 1: t1 keeps the TTFT target
@@ -73,6 +75,7 @@ class FleetReason(Reason):
     STAR_NO_GAIN = "star.no_gain"  # no feasible move lowers the variance enough
     # DOPD
     DOPD_RATIO = "dopd.ratio"
+    DOPD_TOTAL = "dopd.total"  # the number of instances of both phases together
     DOPD_UNCHANGED = "dopd.unchanged"
     DOPD_HYSTERESIS = "dopd.hysteresis"
     DOPD_LOCAL = "dopd.local"  # ultra-short: prefilled in place on the decode instance

@@ -28,9 +28,7 @@ class ClusterEffects(Effects):
         return None
 
     def scale(self, action: ScaleTo, now_s: float) -> Refusal | None:
-        self._fleet.start(action.role, action.start)
-        for view in action.drain:
-            self._fleet.stop(view)
+        self._fleet.scale(action)
         return None
 
     def migrate(self, action: Migrate, now_s: float) -> Refusal | None:

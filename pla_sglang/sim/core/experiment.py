@@ -13,6 +13,7 @@ from pla_sglang.common.errors import ConfigError
 from pla_sglang.plugin.config import DEADLINES, PlaConfig
 from pla_sglang.plugin.temporal_knobs import DEPTH_WITHOUT_GRAPHS, PARTS, EngineLimits, temporal_knobs, tune
 from pla_sglang.policy.baselines.orders import ENGINE_ORDERS
+from pla_sglang.policy.common.fleet_policy import NO_PLANNER, PLANNER_NAMES
 from pla_sglang.policy.common.forecast import Forecaster
 from pla_sglang.policy.common.step_model import BEND_TOKENS, StepModel
 from pla_sglang.policy.common.survival import SurvivalPredictor
@@ -140,12 +141,18 @@ class Experiment:
         "--engine-knob PART.NAME=VALUE",
         f"of engine temporal; parts: {', '.join(PARTS)}; other engines refuse it; may be repeated",
     )
-    instances_min: int = knob(2, "--instances-min", "for policies that scale", allowed=COUNT)
+    planner: str = knob(
+        NO_PLANNER,
+        "--planner NAME",
+        f"what starts and stops instances, beside any policy: {', '.join(PLANNER_NAMES)}",
+        allowed=Choice(PLANNER_NAMES),
+    )
+    instances_min: int = knob(2, "--instances-min", "for planners and policies that scale", allowed=COUNT)
     instances_max: int | None = knob(
-        None, "--instances-max", "for policies that scale; default: 64, at least twice as many", allowed=COUNT
+        None, "--instances-max", "as --instances-min; default: 64, at least twice --instances", allowed=COUNT
     )
     plan_interval_s: float = knob(
-        60.0, "--plan-interval-s", "for policies that scale", allowed=Range(0, unit="s", above=True)
+        60.0, "--plan-interval-s", "for planners and policies that scale", allowed=Range(0, unit="s", above=True)
     )
     headroom: float = knob(1.0, "--headroom", "factor on the forecast load", allowed=Range(0, above=True))
     forecaster: str | Callable[[], Forecaster] | None = knob(
@@ -167,7 +174,7 @@ class Experiment:
         engine_policy_knobs(EngineKnobs(), texts=self.engine_knobs)
         read_kinds(self)
         length_predictor(self.lengths, self.seed)
-        read_knobs(self.policy, self.policy_knobs)
+        read_knobs(self.policy, self.policy_knobs, self.planner)
 
     def at_rate(self, rate_per_s: float) -> Experiment:
         return dataclasses.replace(self, rate_per_s=rate_per_s)
@@ -360,7 +367,8 @@ def _setup(experiment: Experiment, profile: StepProfile, trace: Trace) -> Setup:
         headroom=experiment.headroom,
         forecaster=experiment.forecaster or DEFAULT_FORECASTER,
         move_gain=experiment.move_gain,
-        knobs=read_knobs(experiment.policy, experiment.policy_knobs),
+        planner=experiment.planner,
+        knobs=read_knobs(experiment.policy, experiment.policy_knobs, experiment.planner),
     )
 
 

@@ -9,7 +9,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from pla_sglang.load.prefix_index import PrefixIndex, even_block_ends
+from pla_sglang.policy.common.joining import join_role
 from pla_sglang.policy.common.length_errors import JudgedPredictor
+from pla_sglang.policy.common.start_times import StartTimes
+from pla_sglang.policy.interface.decisions import ScaleTo
 from pla_sglang.policy.interface.fleet import DecodeBatch, FleetView, InstanceKind, InstanceState, InstanceView, Role
 from pla_sglang.policy.interface.remaining_length import EndedAnswer, Floats, RunningAnswer, RunningAnswers
 from pla_sglang.policy.measured_steps import InstanceSteps
@@ -55,6 +58,7 @@ class Fleet:
         self.cache = PrefixIndex(even_block_ends(block_tokens))
         self.view = FleetView((), self._decodes)
         self.flips = 0
+        self.scale_outs = self.scale_ins = 0  # instances that were started, and told to leave
         self.lengths = JudgedPredictor(policies.lengths)
         self._kernel = kernel
         self._config = config
@@ -62,6 +66,8 @@ class Fleet:
         self._host = host
         self._block_tokens = block_tokens
         self._on_change = on_change
+        self._start_times = StartTimes()
+        self._roles = [spec.role for spec in config.fleet for _ in range(spec.count)]  # at the start
         self._draining: dict[int, Role | None] = {}  # index -> role afterwards; None: it ends
         for spec in config.fleet:
             for _ in range(spec.count):
@@ -146,6 +152,9 @@ class Fleet:
 
     def _started(self, instance: SimInstance) -> None:
         if instance.view.state is InstanceState.STARTING:
+            self._start_times.add(self._kernel.now_s - self.lives[instance.view.index].start_s)
+            self.view.startup_s = self._start_times.estimate_s()
+            instance.view.ready_s = self._kernel.now_s
             self.view.set_state(instance.view, InstanceState.READY)
             self._on_change()
 
@@ -214,12 +223,23 @@ class Fleet:
         self.view.set_state(view, InstanceState.READY)
         self._on_change()
 
-    def start(self, role: Role, count: int) -> None:
-        """``count`` new instances, like those that have this role, else like the first."""
-        like = next((life.spec for life in self.lives if life.spec.role is role), self.lives[0].spec)
-        spec = dataclasses.replace(like, count=1, role=role)
-        for _ in range(count):
-            self.add(spec, role, InstanceState.STARTING)
+    def scale(self, action: ScaleTo) -> None:
+        """New instances are like those that started with their role, else like the first.
+
+        MIXED says that the role is the fleet's to choose: the one of which it lacks most, by its roles at the start.
+        """
+        for _ in range(action.start):
+            role = join_role(self._roles, self._living_roles()) if action.role is Role.MIXED else action.role
+            like = next((life.spec for life in self.lives if life.spec.role is role), self.lives[0].spec)
+            self.add(dataclasses.replace(like, count=1, role=role), role, InstanceState.STARTING)
+        for view in action.drain:
+            self.stop(view)
+        self.scale_outs += action.start
+        self.scale_ins += len(action.drain)
+
+    def _living_roles(self) -> list[Role]:
+        living = (InstanceState.STARTING, InstanceState.READY)
+        return [view.role for view in self.view.instances if view.state in living]
 
     def end(self, instance: SimInstance) -> None:
         """The instance is dead from now on; what was on it is the cluster's to save."""

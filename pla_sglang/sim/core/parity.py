@@ -118,6 +118,7 @@ class Replay:
                 self._compare(number, line, self._decide(line))
             case rows.Views():
                 restore(self._fleet, line.changed, self._steps)
+                self._fleet.startup_s = line.startup_s
             case rows.Running():
                 self._batches |= {index: restore_batch(batch) for index, batch in line.batches.items()}
             case rows.Moved():

@@ -41,7 +41,8 @@ class RunResult:
         hit_tokens: [n] int64, of the prompt in its instance's prefix cache as its first pass began.
         predicted_hit_tokens: [n] int64, the same as the router saw it when it chose the instance.
         reasons, pass_reasons: decisions of the fleet's and of the engines' policies, by reason.
-        counts: migrations, restarts and the like.
+        counts: migrations, restarts and the like; ``scale_outs``, ``scale_ins``: instances that a policy or a planner
+            has started and told to leave.
         lengths: what was learned of answers to come, and how far it was off; see ``JudgedPredictor.to_dict``.
         gpu_hours: of all GPUs, from the start of their instance to ``end_s``. A policy's timer that runs on is no work.
         end_s: virtual time at which the last request ended.
@@ -276,6 +277,8 @@ class Simulation:
         counts |= dict(cluster.counts)
         counts |= {
             "flips": cluster.fleet.flips,
+            "scale_outs": cluster.fleet.scale_outs,
+            "scale_ins": cluster.fleet.scale_ins,
             "transfers": cluster.network.transfers,
             "retractions": sum(request.retractions for request in requests),
         }
