@@ -84,12 +84,16 @@ class PlannerKnobs:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FleetPlan:
-    """Instance counts, the ratio R of eq. 15 behind them, and the forecast they serve."""
+    """Instance counts, the ratio R of eq. 15 behind them, and the forecast they serve.
+
+    ``united``: instances where each does both phases. They are rounded up once; nothing of the paper is about them.
+    """
 
     prefill: int
     decode: int
     ratio: float
     load: LoadSample
+    united: int = 1
 
 
 class Planner:
@@ -124,7 +128,8 @@ class Planner:
             service_cv2=load.input_cv2,
         )
         prefills = max(knobs.prefill_min, math.ceil(ratio * decodes - 1e-9), waiting)
-        return self._within(prefills, decodes, ratio, load)
+        work = ratio * decodes + load.concurrency / knobs.concurrency_max
+        return self._within(FleetPlan(prefills, decodes, ratio, load, max(waiting, math.ceil(work - 1e-9))))
 
     def at_full_batches(self, load: LoadSample) -> LoadSample:
         """``load`` with at least the concurrency that its requests have where CC_max of them share an instance."""
@@ -144,15 +149,15 @@ class Planner:
         timeout_s = batch_timeout_s(wait_s, safety=self.knobs.timeout_safety, longest_s=self.knobs.timeout_max_s)
         return BatchingKnobs(round(min(max(1.0, load.input_tokens), LONGEST_TOKENS)), timeout_s)
 
-    def _within(self, prefills: int, decodes: int, ratio: float, load: LoadSample) -> FleetPlan:
+    def _within(self, plan: FleetPlan) -> FleetPlan:
         """Where both together leave the bounds, the bound is shared in proportion."""
-        knobs = self.knobs
+        knobs, prefills, decodes = self.knobs, plan.prefill, plan.decode
         total = min(max(prefills + decodes, knobs.instances_min), knobs.instances_max)
         if total != prefills + decodes:
             share = round(total * prefills / (prefills + decodes))
             prefills = min(max(share, knobs.prefill_min), total - knobs.decode_min)
             decodes = total - prefills
-        return FleetPlan(prefills, decodes, ratio, load)
+        return dataclasses.replace(plan, prefill=prefills, decode=decodes)
 
     def prefill_s(self, tokens: float) -> float:
         """Line 10, corrected."""

@@ -1,7 +1,8 @@
 """DOPD's planner beside a policy whose instances have no roles, or change them: it plans how many there are in all.
 
 The total is n_p + n_d of Algorithm 2; what each instance does is the policy's. Where that is DOPD itself, the roles
-follow the ratio of the same plan, as labels (``labels.py``).
+follow the ratio of the same plan, as labels (``labels.py``). Where every instance does both phases, the two are added
+before they are rounded: a phase does not need whole instances then.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from pla_sglang.policy.common.forecast import Forecaster
 from pla_sglang.policy.common.load_meter import LoadSample
 from pla_sglang.policy.common.scaling import Scaling, Wanted
 from pla_sglang.policy.dopd.labels import RatioController
-from pla_sglang.policy.dopd.planner import Planner
+from pla_sglang.policy.dopd.planner import FleetPlan, Planner
 from pla_sglang.policy.interface.decisions import FleetAction, ScaleTo
-from pla_sglang.policy.interface.fleet import FleetView
+from pla_sglang.policy.interface.fleet import FleetView, Role
 from pla_sglang.policy.interface.reasons import FleetReason
 
 
@@ -41,8 +42,8 @@ class TotalController(RatioController):
     def follow(self, load: LoadSample, fleet: FleetView, now_s: float = 0.0) -> list[FleetAction]:
         plan, careful = self.plan_twice(load)
         wanted = Wanted(
-            plan.prefill + plan.decode,
-            careful.prefill + careful.decode,
+            _total(plan, fleet),
+            _total(careful, fleet),
             FleetReason.DOPD_TOTAL,
             FleetReason.DOPD_UNCHANGED,
             FleetReason.DOPD_HYSTERESIS,
@@ -52,3 +53,8 @@ class TotalController(RatioController):
             return [action]
         leaving = frozenset(action.drain) if isinstance(action, ScaleTo) else frozenset()
         return [action, *super().follow(load, fleet.without(leaving), now_s)]
+
+
+def _total(plan: FleetPlan, fleet: FleetView) -> int:
+    does_both = bool(fleet.ready) and len(fleet.by_role[Role.MIXED]) == len(fleet.ready)
+    return plan.united if does_both else plan.prefill + plan.decode
