@@ -21,6 +21,7 @@ _ALL = (
     Bench("check.upgrade", "10 min", "engines, 2 SGLangs", results="emulated"),
     Bench("check.verified", "5 min/trace", "engines, traces"),
     Bench("compare.chat", "5 min", "engines"),
+    Bench("compare.elastic", "4 min", "nothing", results="simulated"),
     Bench("compare.hol", "15 min", "engines"),
     Bench("compare.low_load", "10 min", "engines"),
     Bench("compare.overload", "8 min", "engines"),

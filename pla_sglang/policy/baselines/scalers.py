@@ -38,7 +38,7 @@ class ThresholdKnobs:
     """
 
     ttft_slo_s: float
-    high: float = 0.8
+    high: float = knob(0.8, allowed=Range(0, above=True))
     low: float = knob(0.3, allowed=Range(0))
     cool_down_s: float = knob(60.0, allowed=Range(0))
     role_max: int = knob(512, allowed=Range(1))

@@ -81,10 +81,10 @@ class Scaling:
 
     def decide(self, wanted: Wanted, fleet: FleetView, now_s: float, *, beside: int = 0) -> FleetAction:
         """``beside``: instances that are not in this number, and count for its limits."""
-        least, most = max(1, self.limits.least - beside), max(1, self.limits.most - beside)
+        have = self.count(fleet)
+        least, most = max(1, self.limits.least - beside), max(min(1, have), self.limits.most - beside)
         count = min(max(wanted.count, least), most)
         kept = min(max(wanted.careful, count), most)
-        have = self.count(fleet)
         if kept >= have:
             self._below = 0
             if count > have:
@@ -138,10 +138,10 @@ class PhaseScaling:
     def decide(
         self, prefills: Wanted | Hold, decodes: Wanted | Hold, fleet: FleetView, now_s: float
     ) -> list[FleetAction]:
-        """``Hold``: nothing is wanted of that phase, and why."""
-        beside = self.decodes.count(fleet) if self._together else 0
+        """``Hold``: nothing is wanted of that phase, and why. Together, there is room for one of the other phase."""
+        beside = max(1, self.decodes.count(fleet)) if self._together else 0
         first = prefills if isinstance(prefills, Hold) else self.prefills.decide(prefills, fleet, now_s, beside=beside)
         if self._together:
-            beside = first.count if isinstance(first, ScaleTo) else self.prefills.count(fleet)
+            beside = max(1, first.count if isinstance(first, ScaleTo) else self.prefills.count(fleet))
         second = decodes if isinstance(decodes, Hold) else self.decodes.decide(decodes, fleet, now_s, beside=beside)
         return [first, second]
