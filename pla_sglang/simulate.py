@@ -56,7 +56,7 @@ FLAGS_FOR = {  # flags that are not for every command
     **dict.fromkeys(("low", "high"), ("find-capacity",)),
     **dict.fromkeys(("rate", "most", "beyond-profile"), ("find-instances",)),
     "tolerance": ("find-capacity", "find-instances"),
-    **dict.fromkeys(("instances", "prefills"), ("run", "find-capacity")),
+    **dict.fromkeys(("instances", "prefills", "planner"), ("run", "find-capacity")),
 }
 COUNT = Range(1)
 RATE = Range(0, unit="requests/s", above=True)

@@ -51,11 +51,11 @@ def make_day(mean_rate_per_s: float, day_s: float, seed: int) -> Trace:
     while (at_s := at_s + rng.expovariate(peak_per_s)) < day_s:
         if rng.random() < rate_share(at_s, day_s):
             times.append(at_s)
-    lengths = (
+    inputs, outputs = (
         np.array([model.draw(rng) for _ in times], dtype=np.int64)
         for model in (length_model("lmsys_first_turn_prompt"), length_model("sharegpt4_output"))
     )
-    return Trace("day", np.array(times), *lengths).require_requests()
+    return Trace("day", np.array(times), inputs, outputs).require_requests()
 
 
 @dataclasses.dataclass(frozen=True)

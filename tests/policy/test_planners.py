@@ -21,7 +21,15 @@ from pla_sglang.policy.common.start_times import StartTimes
 from pla_sglang.policy.dopd.labels import RatioController
 from pla_sglang.policy.dopd.planner import DopdController
 from pla_sglang.policy.dopd.total import TotalController
-from pla_sglang.policy.interface.decisions import FleetAction, Hold, PolicySet, PrefillSample, ScaleTo, SetRole
+from pla_sglang.policy.interface.decisions import (
+    FleetAction,
+    Hold,
+    MeasuredPass,
+    PolicySet,
+    PrefillSample,
+    ScaleTo,
+    SetRole,
+)
 from pla_sglang.policy.interface.fleet import COLD_S, FleetView, InstanceKind, InstanceState, InstanceView, Role
 from pla_sglang.policy.interface.reasons import FleetReason as R
 from pla_sglang.policy.planners import PLANNERS, plans_by_role, with_planner
@@ -369,10 +377,13 @@ def test_a_cold_instance_teaches_nobody() -> None:
     predictor: Any = policy.dispatcher.predictor  # type: ignore[attr-defined]
     fresh, warm = view.instances[:2]
     fresh.ready_s = 100.0
-    slow = dataclasses.replace(PrefillSample(fresh, 990, 990 * 990, 0, 1, 20.0))
+    step = MeasuredPass(990, 990 * 990, 0, 20.0)
+    slow = PrefillSample(fresh, 990, 990 * 990, 0, 1, 20.0, (step,))
     runner.prefilled(slow, 100.0 + COLD_S - 0.1)
     assert planner_of(policy)._passes == [0.0, 0.0, 0.0]
+    assert predictor.factor(warm) == 1.0
     runner.prefilled(slow, 100.0 + COLD_S)
     assert planner_of(policy)._passes == [20.0, 1.0, 990.0]
-    assert predictor.factor(warm) == 1.0
+    runner.prefilled(PrefillSample(warm, 990, 990 * 990, 0, 1, 20.0), 200.0)  # decodes took part: no time of a prompt
+    assert planner_of(policy)._passes == [20.0, 1.0, 990.0]
     assert (fresh.is_cold(101.0), warm.is_cold(101.0)) == (True, False)

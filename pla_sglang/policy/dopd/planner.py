@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from pla_sglang.common.checks import Range, check_fields, knob, require
 from pla_sglang.policy.common.forecast import Corrected, Forecaster, LastValue, next_values
@@ -32,7 +32,7 @@ from pla_sglang.policy.common.scaling import Limits, PhaseScaling, Wanted, steps
 from pla_sglang.policy.common.tables import DecodeTable, PrefillTable
 from pla_sglang.policy.dopd.batching import BatchingKnobs
 from pla_sglang.policy.dopd.ratio import batch_timeout_s, kingman_wait_s, optimal_ratio, servers_for_wait
-from pla_sglang.policy.interface.decisions import FleetAction, Hold, Observer, PrefillSample
+from pla_sglang.policy.interface.decisions import FleetAction, Hold, MeasuredPass, Observer, PrefillSample
 from pla_sglang.policy.interface.fleet import FleetView, RequestView, Role
 from pla_sglang.policy.interface.reasons import FleetReason
 
@@ -270,7 +270,9 @@ class DopdController(Observer):
         self._meter.finish(output_tokens, now_s)
 
     def on_prefill(self, sample: PrefillSample, now_s: float) -> None:
-        """Passes of one request only: the table is about those."""
-        if sample.requests == 1 and sample.new_tokens > 0:
-            for slot, value in enumerate((sample.duration_s, 1.0, float(sample.new_tokens))):
-                self._passes[slot] += value
+        """Passes of one request only: the table is about those. Beside a policy that may mix, without decodes."""
+        passes: Sequence[PrefillSample | MeasuredPass] = sample.steps if self.looks_ahead else (sample,)
+        for one in passes:
+            if one.requests == 1 and one.new_tokens > 0:
+                for slot, value in enumerate((one.duration_s, 1.0, float(one.new_tokens))):
+                    self._passes[slot] += value

@@ -39,6 +39,7 @@ def show_number(value: float) -> str:
 
 
 JOB = "job p50 / p99, s"
+SCALED = "started / left"
 COLUMNS = (
     Column("policy", "the policy that routes requests", lambda run: run.experiment.policy),
     Column("rate, 1/s", "mean arrival rate of the trace as run, requests/s", lambda run: show_number(run.rate_per_s)),
@@ -92,6 +93,12 @@ COLUMNS = (
         3,
     ),
     Column("refused", "requests that fit no instance", lambda run: str(run.result.counts.get("refused", 0)), 3),
+    Column(
+        SCALED,
+        "instances that a planner or policy has started, and told to leave",
+        lambda run: " / ".join(str(run.result.counts[name]) for name in ("scale_outs", "scale_ins")),
+        3,
+    ),
     Column("GPU h", "hours of all GPUs together, starts included", lambda run: f"{run.result.gpu_hours:.2f}", 2),
 )
 SPEED = Column(
@@ -103,11 +110,12 @@ SPEED = Column(
 
 
 def columns_of(runs: Sequence[ExperimentResult], *, verbose: bool = False) -> list[Column]:
-    """Those that say something: refused requests and job times where there are any, the simulator's own speed if
-    ``verbose``."""
+    """Those that say something: refused requests, job times and changes of the fleet where there are any, the
+    simulator's own speed if ``verbose``."""
     silent = {
         "refused": not any(map(count_refused, runs)),
         JOB: all(math.isnan(run.figures.job_p50_s) for run in runs),
+        SCALED: not any(run.result.counts[name] for run in runs for name in ("scale_outs", "scale_ins")),
     }
     shown = [column for column in COLUMNS if not silent.get(column.name)]
     return [*shown, SPEED] if verbose else shown

@@ -17,6 +17,7 @@ def as_json(one: ExperimentResult) -> dict[str, Any]:
     result = one.result
     found = {
         "policy": one.experiment.policy,
+        "planner": one.experiment.planner,
         "rate_per_s": one.rate_per_s,
         **dataclasses.asdict(one.figures),
         "counts": result.counts,

@@ -20,6 +20,7 @@ from pla_sglang.policy.common.forecast import (
     LastValue,
     Oracle,
     RecentPeak,
+    next_values,
 )
 
 MAKERS: dict[str, Callable[[], Forecaster]] = {
@@ -73,6 +74,38 @@ def test_oracle_knows_the_coming_interval() -> None:
     assert oracle.next_value() == 10.0
 
 
+@pytest.mark.parametrize("name", MAKERS)
+def test_several_intervals_ahead(name: str) -> None:
+    """Of a constant series the same, before the first value nothing; without a number one ahead is asked for."""
+    forecaster = MAKERS[name]()
+    assert forecaster.next_value(3) is None
+    for value in (*arma(30, ar=0.5, ma=0.2), *[7.0] * 120):
+        forecaster.add(value)
+        assert forecaster.next_value(1) == forecaster.next_value()
+    assert forecaster.next_value(4) == pytest.approx(7.0, rel=1e-3)
+
+
+def test_trend_season_and_script_go_on() -> None:
+    line = HoltWinters(HoltWintersKnobs(damping=1.0))
+    for step in range(80):
+        line.add(100.0 + 3.0 * step)
+    assert line.next_value(5) == pytest.approx(100.0 + 3.0 * 84, rel=1e-3)
+    season = HoltWinters(HoltWintersKnobs(level=0.2, trend=0.01, seasonal=0.5, season=4))
+    for step in range(400):
+        season.add(100.0 + 30.0 * (step % 4))
+    assert [season.next_value(step) for step in (1, 2, 3, 4)] == pytest.approx([100.0, 130.0, 160.0, 190.0], rel=0.01)
+    oracle = Oracle(lambda interval: 10.0 * interval)
+    oracle.add(-1.0)
+    assert oracle.next_value(3) == 30.0
+
+
+def test_the_largest_of_the_next_intervals() -> None:
+    series = [Oracle(lambda interval: [1.0, 2.0, 9.0, 3.0][interval]), LastValue()]
+    assert next_values(series, (None, 5.0), 2) == [2.0, 5.0]
+    assert next_values(series, (0.0, None), 2) == [9.0, 5.0]
+    assert next_values([LastValue()], (None,), 3) is None
+
+
 def test_holt_winters_follows_a_line_and_a_season() -> None:
     line = [100.0 + 3.0 * step for step in range(80)]
     knobs = HoltWintersKnobs(damping=1.0)
@@ -100,7 +133,8 @@ def test_arima_by_recursion_is_what_statsmodels_forecasts(
     trend = "n" if d else "c"
     theirs = ARIMA(np.array(values[:first_fit]), order=order, trend=trend).fit(method_kwargs={"maxiter": 50})
     for value in values[first_fit:]:
-        assert ours.next_value() == pytest.approx(float(theirs.forecast(1)[0]), rel=1e-4)
+        told = [ours.next_value(step) for step in (1, 2, 3)]
+        assert told == pytest.approx(list(map(float, theirs.forecast(3))), rel=1e-4)
         ours.add(value)
         theirs = theirs.append([value])
 

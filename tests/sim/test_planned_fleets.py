@@ -1,0 +1,141 @@
+"""Planners in the simulator: limits, roles of newcomers, start-up times, and the command line."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.sim import Script, profile, simulation, trace
+from support.traces import write_plain
+
+from pla_sglang import simulate
+from pla_sglang.common.errors import ConfigError
+from pla_sglang.policy.interface.decisions import FleetAction, ScaleTo
+from pla_sglang.policy.interface.fleet import FleetView, Role
+from pla_sglang.policy.interface.reasons import FleetReason
+from pla_sglang.sim.core.config import InstanceSpec
+from pla_sglang.sim.core.experiment import Experiment, ExperimentResult, run_experiment
+from pla_sglang.sim.core.samples import GONE, ROLE_ORDER
+from pla_sglang.sim.metrics.goodput import Slo
+from pla_sglang.sim.workload import Arrivals, Trace, generated_trace, length_model
+
+SLO = Slo(2.0, 0.1)
+PROFILE, GPUS = "h100-llama3.1-70b-fp8-tp2", 2
+HAND = profile(token_s=1e-3, decode_base_s=0.01)
+
+
+def surge() -> Trace:
+    """A quiet minute, a busy one and two quiet ones: 2, 30 and 2 requests a second."""
+    rng, parts = random.Random(3), []
+    for start_s, seconds, rate_per_s in ((0.0, 60, 2.0), (60.0, 60, 30.0), (120.0, 120, 2.0)):
+        lengths = length_model("lmsys_first_turn_prompt"), length_model("sharegpt4_output")
+        part = generated_trace(round(rate_per_s * seconds), Arrivals(rate_per_s, rng), *lengths)
+        inside = part.arrival_s < seconds
+        parts.append((start_s + part.arrival_s[inside], part.input_tokens[inside], part.output_tokens[inside]))
+    return Trace("surge", *(np.concatenate(column) for column in zip(*parts, strict=True)))
+
+
+def plan(policy: str, planner: str, **changes: Any) -> ExperimentResult:
+    settings: dict[str, Any] = {"instances": 2, "instances_max": 8, "plan_interval_s": 5.0, "startup_s": 10.0}
+    settings |= {"forecaster": "holt_winters"}  # arima takes longer to fit than all else here
+    return run_experiment(Experiment(policy, SLO, planner=planner, profile=PROFILE, **settings | changes), SURGE)
+
+
+SURGE = surge()
+
+
+def ready_counts(outcome: ExperimentResult) -> list[int]:
+    return [int(count) for count in (outcome.result.samples.role != GONE).sum(axis=1)]
+
+
+@pytest.mark.parametrize("planner", ["dopd", "sla"])
+@pytest.mark.parametrize("policy", ["combined", "dopd", "least-tokens", "static-pd"])
+def test_a_fleet_grows_for_a_surge_and_shrinks_after_it(policy: str, planner: str) -> None:
+    outcome = plan(policy, planner)
+    counts, ready = outcome.result.counts, ready_counts(outcome)
+    assert counts["finished"] == len(SURGE)
+    assert counts["scale_outs"] >= 1
+    assert counts["scale_ins"] >= 1
+    assert 2 <= min(ready) < max(ready) <= 8
+    assert outcome.result.gpu_hours < GPUS * max(ready) * outcome.result.end_s / 3600
+
+
+def test_thresholds_count_the_backlog() -> None:
+    knobs = ("threshold.high=0.2", "threshold.low=0.01", "threshold.cool_down_s=5")
+    outcome = plan("combined", "threshold", policy_knobs=knobs)  # so low that 2,000 requests reach it
+    assert outcome.result.counts["scale_outs"] >= 1
+    assert outcome.result.reasons["baseline.utilisation_high"] >= 1
+
+
+def test_equal_limits_leave_the_fleet_as_it_is() -> None:
+    outcome = plan("combined", "dopd", instances_min=2, instances_max=2)
+    assert set(ready_counts(outcome)) == {2}
+    assert outcome.result.counts["scale_outs"] == outcome.result.counts["scale_ins"] == 0
+
+
+def test_no_planner_is_the_default() -> None:
+    few = SURGE.head(200)
+    runs = [
+        run_experiment(Experiment("combined", SLO, instances=2, **chosen), few) for chosen in ({}, {"planner": "none"})
+    ]
+    assert runs[0].result.digest() == runs[1].result.digest()
+    with pytest.raises(ConfigError, match="--planner 'x' is not known; allowed: none, dopd, threshold, sla"):
+        Experiment("combined", SLO, planner="x")
+
+
+def test_newcomers_of_a_split_get_the_role_that_it_lacks() -> None:
+    outcome = plan("dopd", "sla", instances=4, prefills=1)
+    seen = {ROLE_ORDER[code] for row in outcome.result.samples.role for code in row if code != GONE}
+    assert Role.MIXED not in seen
+    assert {Role.PREFILL, Role.DECODE} <= seen
+
+
+def test_start_up_times_are_told_and_newcomers_are_cold() -> None:
+    seen: list[tuple[float | None, list[float]]] = []
+
+    def out(view: FleetView) -> list[FleetAction]:
+        return [ScaleTo(Role.MIXED, 2, FleetReason.DOPD_TOTAL, start=1)]
+
+    def look(view: FleetView) -> list[FleetAction]:
+        seen.append((view.startup_s, [one.ready_s for one in view.instances]))
+        return []
+
+    rows = trace((0.0, 100, 11), (9.0, 100, 11))
+    one = simulation(
+        rows, [InstanceSpec(HAND)], controllers=[Script((0.5, out), (1.0, look), (6.0, look))], startup_s=4.0
+    )
+    one.run()
+    never = float("-inf")
+    assert seen[0] == (None, [never, never])
+    assert seen[1] == (pytest.approx(4.0), [never, pytest.approx(4.5)])
+
+
+def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "trace.csv"
+    write_plain(SURGE, path)
+    targets = ["--trace", str(path), "--slo-ttft-ms", "1000", "--slo-tpot-ms", "50", "--json"]
+    flags = [
+        "--profile",
+        PROFILE,
+        "--planner",
+        "dopd",
+        "--instances",
+        "2",
+        "--plan-interval-s",
+        "5",
+        "--startup-s",
+        "10",
+    ]
+    tuned = ["--policy-knob", "dopd.down_intervals=1"]
+    assert simulate.main([*targets, "--policy", "least-tokens", *flags, *tuned]) == 0
+    run = json.loads(capsys.readouterr().out.splitlines()[-1])["runs"][0]
+    assert (run["policy"], run["planner"]) == ("least-tokens", "dopd")
+    assert run["counts"]["scale_outs"] >= 1
+    assert simulate.main(["find-instances", *targets, "--planner", "dopd"]) == 2
+    assert "--planner is for run and find-capacity" in capsys.readouterr().err
+    assert simulate.main([*targets, "--policy", "least-tokens", *tuned]) == 2
+    assert "not known to the policy" in capsys.readouterr().err
