@@ -129,6 +129,8 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         "5",
         "--startup-s",
         "10",
+        "--forecaster",
+        "last",
     ]
     tuned = ["--policy-knob", "dopd.down_intervals=1"]
     assert simulate.main([*targets, "--policy", "least-tokens", *flags, *tuned]) == 0

@@ -144,7 +144,7 @@ class Experiment:
     planner: str = knob(
         NO_PLANNER,
         "--planner NAME",
-        f"what starts and stops instances, beside any policy: {', '.join(PLANNER_NAMES)}",
+        "what starts and stops instances, beside any policy",
         allowed=Choice(PLANNER_NAMES),
     )
     instances_min: int = knob(2, "--instances-min", "for planners and policies that scale", allowed=COUNT)

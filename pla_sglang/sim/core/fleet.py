@@ -251,6 +251,10 @@ class Fleet:
         if self._config.prefix_knowledge is PrefixKnowledge.INDEX:
             self.cache.forget_instance(index)
 
+    def changes(self) -> dict[str, int]:
+        """Of roles, and of how many instances there are."""
+        return {"flips": self.flips, "scale_outs": self.scale_outs, "scale_ins": self.scale_ins}
+
     def gpu_hours(self, until_s: float) -> float:
         """GPU hours of all instances, from their start (not from being ready) to their end or ``until_s``."""
         return sum(life.gpu_s(until_s) for life in self.lives) / 3600

@@ -276,9 +276,7 @@ class Simulation:
         counts = {stage.value: count for stage, count in cluster.ledger.ended.items()}
         counts |= dict(cluster.counts)
         counts |= {
-            "flips": cluster.fleet.flips,
-            "scale_outs": cluster.fleet.scale_outs,
-            "scale_ins": cluster.fleet.scale_ins,
+            **cluster.fleet.changes(),
             "transfers": cluster.network.transfers,
             "retractions": sum(request.retractions for request in requests),
         }
