@@ -29,7 +29,7 @@ from pla_sglang.sim.metrics.goodput import Capacity, Slo
 from pla_sglang.sim.planning.result import FleetRow, PlanResult, RateTried, SizeTried
 from pla_sglang.sim.report import page as pages
 from pla_sglang.sim.report.capacity_page import make_capacity_page
-from pla_sglang.sim.report.columns import COLUMNS, JOB
+from pla_sglang.sim.report.columns import COLUMNS, JOB, SCALED
 from pla_sglang.sim.report.figures import Line, draw_lines, thin_distribution
 from pla_sglang.sim.report.page import Heading, Page, PageTable, Section, render_page
 from pla_sglang.sim.report.plan_page import make_plan_page
@@ -205,7 +205,7 @@ def test_tables_sort_and_explain_their_columns(run_page: Page, outcomes: list[Ex
     assert all(len(row) == len(table.headings) for row in table.rows)
     assert all(heading.legend for heading in table.headings)
     assert {heading.name for heading in table.headings} <= {column.name for column in COLUMNS}
-    legends = {column.legend for column in COLUMNS if column.name not in ("refused", JOB)}
+    legends = {column.legend for column in COLUMNS if column.name not in ("refused", JOB, SCALED)}
     assert legends <= {attributes["title"] for attributes in heads}  # beside the mouse
     assert legends <= set(reader.texts["dd"])  # and for those without one
 
