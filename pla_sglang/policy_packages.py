@@ -82,16 +82,16 @@ def read_knobs(name: str, texts: Sequence[str], planner: str = NO_PLANNER) -> di
     return parse_pairs("--policy-knob", texts, with_planner(find_policy(name), planner).find_knob)
 
 
-def find_live_policy(name: str, knobs: Sequence[str] = ()) -> FleetPolicy:
+def find_live_policy(name: str, knobs: Sequence[str] = (), planner: str = NO_PLANNER) -> FleetPolicy:
     """As ``find_policy``, for the router. One of another package, or with ``knobs`` (as in ``read_knobs``), is built
     once, so that mistakes are seen at the start. Raises ConfigError, also for one that stock instances cannot carry
     out."""
     policy = find_policy(name)
     if not policy.live:
         raise ConfigError(f"policy {name!r} is not for the router, as it is not marked live; simulate runs it")
-    set_knobs = read_knobs(name, knobs)
+    set_knobs = read_knobs(name, knobs, planner)
     if set_knobs or name not in registry.POLICIES:
-        build(name, _trial_setup(knobs=set_knobs))
+        build(name, _trial_setup(knobs=set_knobs, planner=planner))
     return policy
 
 

@@ -252,7 +252,7 @@ class Fleet:
             self.cache.forget_instance(index)
 
     def changes(self) -> dict[str, int]:
-        """Of roles, and of how many instances there are."""
+        """How often roles were changed, and how many instances were started and told to leave."""
         return {"flips": self.flips, "scale_outs": self.scale_outs, "scale_ins": self.scale_ins}
 
     def gpu_hours(self, until_s: float) -> float:
