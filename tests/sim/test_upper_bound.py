@@ -18,6 +18,8 @@ from pla_sglang.sim.core.upper_bound import (
     least_work,
     longest_known_prefix_tokens,
     offered_over_capacity,
+    read_context_tokens,
+    unshared_context_tokens,
     upper_bound_over_span,
     upper_bound_per_s,
 )
@@ -95,6 +97,21 @@ def test_what_an_earlier_prompt_held_is_never_computed_again() -> None:
     assert longest_known_prefix_tokens(trace).tolist() == [0, 20, 0, 29]
     work = least_work(trace, Slo(1.0, 0.1), PROFILE)
     assert work.prefill_s[3] < work.prefill_s[1] < work.prefill_s[0]
+
+
+def test_blocks_that_several_hold_take_memory_once() -> None:
+    ids = ((1, 2), (1, 2, 3), (4,))
+    trace = Trace("t", np.arange(3.0), np.array([25, 35, 15]), np.array([3, 3, 1]), hash_ids=ids, block_tokens=10)
+    assert read_context_tokens(trace).tolist() == [51, 71, 0], "two steps: the prompt, then an answer token more"
+    assert unshared_context_tokens(trace).tolist() == [11, 31, 0]
+
+
+def test_blocks_of_earlier_answers_are_known_where_caches_hold_them() -> None:
+    ids, answers = ((1,), (1, 2, 3)), ((2,), ())
+    sizes = np.array([10, 35]), np.array([10, 1])
+    trace = Trace("t", np.arange(2.0), *sizes, hash_ids=ids, answer_ids=answers, block_tokens=10)
+    assert longest_known_prefix_tokens(trace).tolist() == [0, 10]
+    assert longest_known_prefix_tokens(trace, answers=True).tolist() == [0, 20]
 
 
 def test_over_a_long_time_all_work_must_be_done() -> None:

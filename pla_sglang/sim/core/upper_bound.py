@@ -4,15 +4,16 @@
 terms of the step profile (``StepProfile.step_s``), with ``k`` the least factor of a correction table:
 
 * a prefill of ``n`` new tokens after ``h`` cached ones, in any chunks: at least
-  ``k_p * (token_s * n + attention_s * n * (n + 2 h)) + read_s * h``, since attention sums add up over chunks, and base
-  time, floors and the cached part that later chunks read again are left out. ``h`` is the longest prefix whose blocks
-  stood in any earlier prompt: as if nothing were ever evicted, and every instance held what any of them has computed.
-  (Caches hold prompts only, as simulated engines do by default; where answers stay in them too, this is no bound.)
-* an answer token at context ``c``, in a decode step or in a mixed batch. A pass reads at most the KV capacity
-  ``C`` of an instance, so of its base time a token with context ``c`` bears at least the share ``c / C``. Hence at
-  least ``a + r * c`` with ``a = min(k_d * request_s, k_p * token_s)`` and
-  ``r = min(k_d * (read_s + base_s / C) [decode terms], read_s + k_p * base_s [prefill terms] / C)``. The first token
-  of an answer comes with the prefill and costs nothing here.
+  ``k_p * (token_s * n + attention_s * n * (n + 2 h)) + min(read_s, k_p * token_s) * h``, since attention sums add up
+  over chunks, and base time, floors and the cached part that later chunks read again are left out. ``h`` is the longest
+  prefix whose blocks stood in any earlier prompt: as if nothing were ever evicted, and every instance held what any of
+  them has computed. Whoever computes a block first, it is computed once, and each other request at least reads it.
+  (Caches hold prompts only, as simulated engines do by default; with ``answers`` also blocks of earlier answers count.)
+* an answer token at context ``c``, in a decode step or in a mixed batch. What the requests of a pass hold beside blocks
+  that others share fits the KV capacity ``C`` of an instance, so of its base time a token with ``u`` tokens of unshared
+  context bears at least the share ``u / C``. Hence at least ``a + k_d * read_s * c + base * u / C`` with
+  ``a = min(k_d * request_s, k_p * token_s)`` and ``base = min(k_d * base_s [decode], k_p * base_s [prefill])``. The
+  first token of an answer comes with the prefill and costs nothing here.
 
 A mixed pass takes at least ``k_p * (base + tokens + attention) + reads``, a decode step at least
 ``k_d * (base + requests + reads)``: each is at least the sum of what its requests are charged above. So the work that
@@ -41,6 +42,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Callable
 
 import numpy as np
@@ -73,27 +75,49 @@ class LeastWork:
     ttft_s: float
 
 
-def least_work(trace: Trace, slo: Slo, profile: StepProfile) -> LeastWork:
-    """The least work of every request of the trace, as the module's text says."""
-    cached = longest_known_prefix_tokens(trace).astype(np.float64)
+def least_work(trace: Trace, slo: Slo, profile: StepProfile, *, answers: bool = False) -> LeastWork:
+    """The least work of every request of the trace, as the module's text says. ``answers``: caches hold these too."""
+    cached = longest_known_prefix_tokens(trace, answers=answers).astype(np.float64)
     new = trace.input_tokens - cached
     answer = np.maximum(trace.output_tokens - 1, 0).astype(np.float64)
     prefill, decode = profile.prefill, profile.decode
-    least_p = min([1.0, *profile.prefill_correction.factor])
-    least_d = min([1.0, *(factor for row in profile.decode_correction.factor for factor in row)])
+    least_p, least_d = least_corrections(profile)
     compute_s = prefill.token_s * new + prefill.attention_s * new * (new + 2 * cached)
     token_s = min(least_d * decode.request_s, least_p * prefill.token_s)
-    capacity = profile.kv_capacity_tokens
-    read_s = min(
-        least_d * (decode.read_s + decode.base_s / capacity), decode.read_s + least_p * prefill.base_s / capacity
-    )
-    context = answer * (trace.input_tokens + (answer + 1) / 2)  # summed over the answer's tokens but the first
+    base_s = min(least_d * decode.base_s, least_p * prefill.base_s) / profile.kv_capacity_tokens
+    context, unshared = read_context_tokens(trace), unshared_context_tokens(trace, answers=answers)
     return LeastWork(
-        prefill_s=least_p * compute_s + prefill.read_s * cached,
-        decode_s=answer * token_s + read_s * context,
+        prefill_s=least_p * compute_s + min(prefill.read_s, least_p * prefill.token_s) * cached,
+        decode_s=answer * token_s + least_d * decode.read_s * context + base_s * unshared,
         deadline_s=slo.ttft_s + np.where(answer > 0, slo.tpot_s, 0.0) * answer,
         ttft_s=slo.ttft_s,
     )
+
+
+def least_corrections(profile: StepProfile) -> tuple[float, float]:
+    """The least factors of the correction tables, of prefills and of decode steps."""
+    least_p = min([1.0, *profile.prefill_correction.factor])
+    return least_p, min([1.0, *(factor for row in profile.decode_correction.factor for factor in row)])
+
+
+def read_context_tokens(trace: Trace) -> Floats:
+    """[n] summed over the decode steps of each request: its prompt and the answer tokens before the last one."""
+    steps = np.maximum(trace.output_tokens - 1, 0).astype(np.float64)
+    return steps * (trace.input_tokens + (steps - 1) / 2)
+
+
+def unshared_context_tokens(trace: Trace, *, answers: bool = False) -> Floats:
+    """``read_context_tokens`` without the leading blocks of prompts that another request has too."""
+    context = read_context_tokens(trace)
+    if trace.hash_ids is None:
+        return context
+    holders = Counter(block for blocks in trace.hash_ids for block in blocks)
+    if answers and trace.answer_ids is not None:
+        holders.update(block for blocks in trace.answer_ids for block in blocks)
+    shared = np.array([sum(holders[block] > 1 for block in blocks) for blocks in trace.hash_ids], np.float64)
+    steps = np.maximum(trace.output_tokens - 1, 0)
+    unshared: Floats = context - steps * np.minimum(shared * trace.block_tokens, trace.input_tokens)
+    return unshared
 
 
 def offered_over_capacity(trace: Trace, profile: StepProfile, *, instances: int) -> float:
@@ -106,8 +130,11 @@ def offered_over_capacity(trace: Trace, profile: StepProfile, *, instances: int)
     return trace.rate_per_s * a_request_s / instances
 
 
-def longest_known_prefix_tokens(trace: Trace) -> npt.NDArray[np.int64]:
-    """[n] tokens of the leading blocks that stood in an earlier prompt; at least one token of a prompt is new."""
+def longest_known_prefix_tokens(trace: Trace, *, answers: bool = False) -> npt.NDArray[np.int64]:
+    """[n] tokens of the leading blocks that stood in an earlier prompt; at least one token of a prompt is new.
+
+    ``answers``: or in an earlier prompt and its answer.
+    """
     tokens = np.zeros(len(trace), np.int64)
     if trace.hash_ids is None:
         return tokens
@@ -116,6 +143,8 @@ def longest_known_prefix_tokens(trace: Trace) -> npt.NDArray[np.int64]:
         count = next((place for place, block in enumerate(blocks) if block not in known), len(blocks))
         tokens[row] = min(count * trace.block_tokens, int(trace.input_tokens[row]) - 1)
         known.update(blocks)
+        if answers and trace.answer_ids is not None:
+            known.update(trace.answer_ids[row])
     return tokens
 
 
@@ -206,7 +235,11 @@ def least_instances(trace: Trace, slo: Slo, profile: StepProfile, *, target: flo
     """
     if trace.think_s is not None:
         return 1
-    work = least_work(trace, slo, profile)
+    return least_instances_for(trace.arrival_s, least_work(trace, slo, profile), target=target, most=most)
+
+
+def least_instances_for(arrival_s: Floats, work: LeastWork, *, target: float, most: int) -> int:
+    """``least_instances`` of requests whose work is known."""
     return 1 + bisect.bisect_left(
-        range(1, most), True, key=lambda count: attainment_bound(trace.arrival_s, work, count) >= target
+        range(1, most), True, key=lambda count: attainment_bound(arrival_s, work, count) >= target
     )
