@@ -4,6 +4,7 @@
     simulate --trace FILE --compare a,b,c --rates 4,8,16 --jobs 2   a sweep
     simulate find-capacity --trace FILE --compare a,b               the highest rate that keeps the target
     simulate find-instances --trace FILE --rate 30 --target 0.99    the fewest instances that keep it
+    simulate lower-bound --trace FILE --target 0.99                 the fewest GPU hours of any autoscaler
 
 Prints a table. Where stdout is no terminal, or with --json, the last line is one JSON object. Ctrl-C shows the runs
 that are finished, and ends with status 130.
@@ -34,12 +35,15 @@ from pla_sglang.sim.core.experiment import Experiment, ExperimentResult
 from pla_sglang.sim.core.sweep import iterate_capacities, iterate_runs
 from pla_sglang.sim.metrics.goodput import Capacity
 from pla_sglang.sim.planning.forms import FleetForm, default_forms, parse_forms
+from pla_sglang.sim.planning.lower_bound import BoundTask, find_lower_bound
+from pla_sglang.sim.planning.lower_bound_table import show_bound
 from pla_sglang.sim.planning.plan import check_task, make_plan, plan_forms
 from pla_sglang.sim.planning.result import FleetRow
 from pla_sglang.sim.planning.table import show_plan
 from pla_sglang.sim.planning.task import INSTANCES_MOST, PlanTask
 from pla_sglang.sim.report import files
 from pla_sglang.sim.report.capacity_page import make_capacity_page
+from pla_sglang.sim.report.lower_bound_page import make_lower_bound_page
 from pla_sglang.sim.report.page import Page, render_page, require_libraries
 from pla_sglang.sim.report.plan_page import make_plan_page
 from pla_sglang.sim.report.result_tables import show_capacities, show_runs
@@ -50,11 +54,14 @@ COMMANDS = {  # each with what it takes instead of flags of another
     "run": "--rates",
     "find-capacity": "--low, --high, --target, --tolerance",
     "find-instances": "--rate, --target, --tolerance, --most",
+    "lower-bound": "--rate, --target, --startup-s, --instances-min",
 }
 FLAGS_FOR = {  # flags that are not for every command
     "rates": ("run",),
     **dict.fromkeys(("low", "high"), ("find-capacity",)),
-    **dict.fromkeys(("rate", "most", "beyond-profile"), ("find-instances",)),
+    **dict.fromkeys(("most", "beyond-profile"), ("find-instances",)),
+    "rate": ("find-instances", "lower-bound"),
+    **dict.fromkeys(("policy", "compare", "jobs"), ("run", "find-capacity", "find-instances")),
     "tolerance": ("find-capacity", "find-instances"),
     **dict.fromkeys(("instances", "prefills", "planner"), ("run", "find-capacity")),
 }
@@ -131,7 +138,7 @@ class SimulateConfig:
     )
     jobs: int = knob(1, "--jobs", "processes of a sweep", allowed=COUNT)
     rate: float | None = knob(
-        None, "--rate", "find-instances: mean rate in requests/s; default: as recorded", allowed=RATE
+        None, "--rate", "find-instances, lower-bound: mean rate in requests/s; default: as recorded", allowed=RATE
     )
     target: float = knob(0.9, "--target", "share of requests to keep in target", allowed=SHARE)
     low: float = knob(0.5, "--low", "find-capacity: lowest rate", allowed=RATE)
@@ -340,6 +347,19 @@ def find_instances(
     return summary
 
 
+def bound_below(config: SimulateConfig, trace: Trace, console: Console, *, floor: int) -> dict[str, Any]:
+    """What any autoscaler pays at least; returns the last line. Raises ConfigError where there is no bound."""
+    trace = trace if config.rate is None else trace.at_rate(config.rate)
+    task = BoundTask(config.target, config.experiment.startup_s or 0.0, floor)
+    with console.status("lower bound") as status:
+        bound = find_lower_bound(config.experiment, trace, task, lambda what: status.update(f"lower bound: {what}"))
+    summary = {**setting("lower-bound", config, trace), **bound.as_json(), "complete": True}
+    written = list(write_files(config, functools.partial(make_lower_bound_page, bound, trace, summary), summary))
+    show_bound(bound, TableConsole(120))
+    say_written(written)
+    return summary
+
+
 def refuse_contradictions(command: str, flags: set[str]) -> None:
     """``flags``: keys of those on the command line; a file may hold all of them. Raises ConfigError."""
     if {"policy", "compare"} <= flags:
@@ -369,8 +389,12 @@ def run_command(argv: Sequence[str] | None) -> int:
             require_libraries("--out" if config.report is None else "--report")
         with console.status(f"reading {config.workload.trace}"):
             trace = config.workload.read(config.experiment.seed)
-        if command == "find-instances":
-            policy_named = "policy" in cli.read_settings(parsed.options, SimulateConfig).given
+        given = cli.read_settings(parsed.options, SimulateConfig).given
+        if command == "lower-bound":
+            floor = config.experiment.instances_min if "instances-min" in given else 0
+            last = bound_below(config, trace, console, floor=floor)
+        elif command == "find-instances":
+            policy_named = "policy" in given
             last = find_instances(config, trace, console, forms=config.forms(policy_named=policy_named))
         else:
             last = run(config, trace, console) if command == "run" else find(config, trace, console)

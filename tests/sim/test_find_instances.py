@@ -121,6 +121,6 @@ def test_what_cannot_be_planned_is_named_and_ends_with_2(
 
 
 def test_flags_of_find_instances_are_not_for_a_run(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    for flag, commands in (("--rate", "find-instances"), ("--tolerance", "find-capacity and find-instances")):
-        assert simulate.main([*command[1:], flag, "0.5"]) == 2
+    for flag, commands in (("--most", "find-instances"), ("--tolerance", "find-capacity and find-instances")):
+        assert simulate.main([*command[1:], flag, "1"]) == 2
         assert f"{flag} is for {commands}; run takes --rates" in capsys.readouterr().err

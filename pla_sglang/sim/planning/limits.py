@@ -12,7 +12,9 @@ import numpy.typing as npt
 from pla_sglang.common.checks import plain
 from pla_sglang.profiles import StepProfile, load_profile
 from pla_sglang.sim.core.experiment import Experiment
+from pla_sglang.sim.core.lower_bound import Demands
 from pla_sglang.sim.core.upper_bound import longest_known_prefix_tokens
+from pla_sglang.sim.metrics.goodput import Slo
 from pla_sglang.sim.planning.search import Trial
 from pla_sglang.sim.workload.trace import Trace
 
@@ -69,6 +71,28 @@ def find_unservable(experiment: Experiment, trace: Trace) -> list[Finding]:
         _describe(total > profile.kv_capacity_tokens, f"do not fit an instance of {name}, {room}", size),
         _describe(ttft_s > slo.ttft_s, late_ttft, prefill),
         _describe((tpot_s > slo.tpot_s) & (trace.output_tokens > 1), late_tpot, decode),
+    ]
+    return [finding for finding in found if finding is not None]
+
+
+def describe_unkeepable(trace: Trace, demands: Demands, slo: Slo, profile: StepProfile) -> list[Finding]:
+    """Requests that no scheduler keeps, whatever it does: by the least that they cost, not by passes of one engine."""
+    prefill_s, total = demands.alone_prefill_s, trace.input_tokens + trace.output_tokens
+    room = f"which has {profile.kv_capacity_tokens:,} KV tokens"
+    late_ttft = f"cannot meet --slo-ttft-ms {plain(1e3 * slo.ttft_s)} on any fleet of {profile.name}"
+    late_tpot = f"cannot meet --slo-tpot-ms {plain(1e3 * slo.tpot_s)} on any fleet of {profile.name}"
+    found = [
+        _describe(
+            demands.too_long,
+            f"do not fit an instance of {profile.name}, {room}",
+            lambda row: f"{total[row]:,} tokens of prompt and answer",
+        ),
+        _describe(
+            demands.late_ttft,
+            late_ttft,
+            lambda row: f"a prompt of {trace.input_tokens[row]:,} tokens, {1e3 * prefill_s[row]:,.0f} ms of work",
+        ),
+        _describe(demands.late_end, late_tpot, lambda row: f"a context of {trace.input_tokens[row]:,} tokens and more"),
     ]
     return [finding for finding in found if finding is not None]
 
