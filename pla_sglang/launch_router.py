@@ -88,7 +88,7 @@ async def run_together(config: RouterConfig) -> int:
     from pla_sglang.fleet.router.relay.server import Relay
 
     plane = ControlPlane(config.control, router_key=make_router_key())
-    stop = Stop(watch_stdin=False)
+    stop = Stop(watch_stdin=False, pause_s=config.relay.drain_pause_s)
     await plane.start()
     relay = Relay(
         config.relay, number=0, send_to_control=plane.on_message, rng=random.SystemRandom(), now_s=time.monotonic
@@ -99,6 +99,8 @@ async def run_together(config: RouterConfig) -> int:
         announce(config.relay, relay.listener.port, 0)
         settle_memory()
         await stop.asked.wait()
+        relay.end_readiness()
+        await stop.wait_pause()
         await until_first(relay.drain_requests(), stop.forced.wait())
     finally:
         await relay.stop_serving()

@@ -92,6 +92,12 @@ class RelayConfig:
     )
     stall_timeout_s: float = knob(300.0, "--stall-timeout-s", "for the next byte of an answer", allowed=DAY)
     request_timeout_s: float = knob(3600.0, "--request-timeout-s", "for the whole request", allowed=DAY)
+    drain_pause_s: float = knob(
+        0.0,
+        "--drain-pause-s",
+        "from SIGTERM, when /readyz begins to say no, to the drain; new requests are served meanwhile",
+        allowed=Range(0, 86_400, "s"),
+    )
     drain_timeout_s: float = knob(30.0, "--drain-timeout-s", "for open requests when the router stops", allowed=DAY)
     # SGLang closes an unused connection after 5 s: with a longer time a request could meet one that is being closed.
     upstream_idle_s: float = knob(

@@ -26,7 +26,7 @@ from pla_sglang.fleet.router.control.knobs import ControlKnobs
 from pla_sglang.fleet.router.process.process_main import EXIT_FAILED
 from pla_sglang.launch_router import BENCH_VARIABLE, main, read_config
 from pla_sglang.testing.mock_instance import request_body, running_mocks
-from pla_sglang.testing.server import ServerError, open_url
+from pla_sglang.testing.server import HttpError, ServerError, open_url
 
 
 def test_flags_go_to_the_part_that_knows_them() -> None:
@@ -128,6 +128,20 @@ class Running:
             return True
         return False
 
+    def says(self, path: str) -> str:
+        """Of a probe: yes, why not, or nothing where nobody answers."""
+        try:
+            self.get(path)
+        except HttpError as error:
+            return str(json.loads(error.body)["error"]["type"])
+        except (OSError, ServerError):
+            return ""
+        return "yes"
+
+    def all_say(self, path: str, what: str) -> bool:
+        """Each relay, as far as some connections meet all of them."""
+        return all(self.says(path) == what for _ in range(20))
+
     def asks(self) -> bool:
         """Tells whether a request is answered."""
         body = request_body(events=1, stream=False)
@@ -146,23 +160,31 @@ def _arguments(process: psutil.Process) -> list[str]:
     return []
 
 
+@contextlib.contextmanager
+def started(*arguments: str) -> Iterator[Running]:
+    """A router that answers, with instances or without."""
+    port = free_port()
+    command = [sys.executable, "-m", "pla_sglang.launch_router", "--port", str(port), *arguments]
+    running = Running(subprocess.Popen(command, start_new_session=True), port)
+    try:
+        until(lambda: running.all_say("/startupz", "yes"), what="the end of the start")
+        yield running
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(running.process.pid, signal.SIGKILL)
+        running.process.wait()
+
+
 @pytest.fixture(scope="module")
 def router() -> Iterator[Running]:
     """Two relays and a control process in front of mock instances."""
-    port = free_port()
-    command = [sys.executable, "-m", "pla_sglang.launch_router", "--port", str(port), "--relay-workers", "2"]
-    command += ["--policy", "static-pd-round-robin", "--drain-timeout-s", "5"]
+    arguments = ["--relay-workers", "2", "--policy", "static-pd-round-robin", "--drain-timeout-s", "5"]
     with running_mocks("prefill", "decode") as mocks:
         for url in mocks.urls:
-            command += ["--worker", url]
-        running = Running(subprocess.Popen(command, start_new_session=True), port)
-        try:
+            arguments += ["--worker", url]
+        with started(*arguments) as running:
             until(running.healthy, what="a router that serves")
             yield running
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(running.process.pid, signal.SIGKILL)
-            running.process.wait()
 
 
 class Stream(threading.Thread):
@@ -258,3 +280,33 @@ def test_sigterm_lets_streams_end(router: Running) -> None:
     assert router.process.wait(20) == 0
     _, alive = psutil.wait_procs(family, timeout=5)
     assert alive == []
+
+
+@pytest.mark.parametrize("relays", ["0", "2"])
+def test_instances_come_later_and_readiness_goes_first(relays: str) -> None:
+    """The pause is ended by a second signal; the router has then the time that the page states."""
+    probes, drain_s = ("/livez", "/readyz", "/startupz"), 30.0
+    arguments = ["--relay-workers", relays, "--drain-pause-s", "600", "--drain-timeout-s", str(drain_s)]
+    with running_mocks("unified") as mocks, started(*arguments) as router:
+        assert [router.says(path) for path in probes] == ["yes", "not_serving", "yes"]
+        with open_url(f"http://127.0.0.1:{router.port}/workers", json.dumps({"url": mocks.urls[0]}).encode()) as added:
+            assert added.status == 202
+        until(lambda: router.all_say("/readyz", "yes"), what="a router that is ready")
+        stream = Stream(router.port, 200)
+        until(lambda: stream.events > 2, what="a stream under way")
+        router.process.send_signal(signal.SIGTERM)
+        until(lambda: router.all_say("/readyz", "ending"), what="relays that are not ready")
+        assert router.asks()
+        assert [router.says("/livez"), router.says("/health")] == ["yes", "yes"]
+        router.process.send_signal(signal.SIGTERM)
+        until(lambda: router.says("/livez") == "", what="a listening socket that is closed")
+        assert router.process.wait(drain_s + 15) == 0
+        stream.join(5)
+        assert stream.events == 200
+        assert stream.raw.endswith(b"0\r\n\r\n")
+
+
+def test_a_pause_ends_by_itself() -> None:
+    with started("--relay-workers", "1", "--drain-pause-s", "0.2") as router:
+        router.process.send_signal(signal.SIGTERM)
+        assert router.process.wait(20) == 0

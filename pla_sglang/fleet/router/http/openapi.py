@@ -188,6 +188,9 @@ def router_paths() -> Json:
     return {
         "/health": {"get": {"summary": "Whether a request could be dispatched now", "responses": ready}},
         "/health_generate": {"get": {"summary": "The same, and each kind of instance generates", "responses": ready}},
+        "/livez": {"get": {"summary": "Whether the process is well", "responses": ready}},
+        "/readyz": {"get": {"summary": "Whether to send requests here; no from SIGTERM on", "responses": ready}},
+        "/startupz": {"get": {"summary": "Whether the start is over, with instances or without", "responses": ready}},
         "/metrics": {"get": {"summary": "Metrics, for Prometheus", "responses": metrics | failing_with(503)}},
         "/openapi.json": {"get": {"summary": "This document", "responses": json_response("OpenAPI 3.1", OBJECT)}},
     }

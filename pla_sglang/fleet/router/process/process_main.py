@@ -1,7 +1,8 @@
 """What the processes of a router run: a relay, or the control plane. Light imports: each relay pays for them.
 
 A child reads its settings, one line of JSON, from standard input, so that no key stands in a command line. The end of
-standard input means that the launcher is gone, and so it ends as well. SIGTERM: a relay drains first.
+standard input means that the launcher is gone, and so it ends as well. SIGTERM: a relay drains first; with
+``--drain-pause-s`` it says that it is not ready, and drains at the second one, which the launcher sends.
 """
 
 from __future__ import annotations
@@ -24,16 +25,24 @@ import uvloop
 from pla_sglang.common.cli import Settings, report_error
 from pla_sglang.common.errors import PlaError
 
+LATE_S = 5.0  # a relay whose launcher does not end the pause in time ends it so much later by itself
 RARELY = 10_000  # objects that must have been added until the collector looks at the youngest; Python's own value: 700
 EXIT_FAILED = 1
 
 
 class Stop:
-    """Set by SIGTERM, SIGINT or the launcher's end. ``forced``: by the latter, or by a second signal."""
+    """Set by SIGTERM, SIGINT or the launcher's end. ``forced``: by the latter, or by a second signal.
 
-    def __init__(self, *, watch_stdin: bool) -> None:
+    Args:
+        pause_s: from ``asked`` on; a second signal ends it, and only a further one forces.
+    """
+
+    def __init__(self, *, watch_stdin: bool, pause_s: float = 0.0) -> None:
         self.asked = asyncio.Event()
         self.forced = asyncio.Event()
+        self._pause_s, self._pause_over = pause_s, asyncio.Event()
+        if not pause_s:
+            self._pause_over.set()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.request_stop)
@@ -41,7 +50,15 @@ class Stop:
             loop.add_reader(sys.stdin.fileno(), self._on_stdin)
 
     def request_stop(self) -> None:
-        (self.forced if self.asked.is_set() else self.asked).set()
+        if not self.asked.is_set():
+            self.asked.set()
+        else:
+            (self.forced if self._pause_over.is_set() else self._pause_over).set()
+
+    async def wait_pause(self) -> None:
+        """``asked`` is set."""
+        await until_first(asyncio.sleep(self._pause_s), self._pause_over.wait(), self.forced.wait())
+        self._pause_over.set()
 
     def _on_stdin(self) -> None:
         if not os.read(sys.stdin.fileno(), 4096):
@@ -79,7 +96,7 @@ async def relay_main(settings: dict[str, Any]) -> int:
     from pla_sglang.fleet.router.wire.endpoints import RelayWire
 
     config = dataclasses.replace(Settings(settings["given"]).build(RelayConfig), port=settings["port"])
-    stop = Stop(watch_stdin=True)
+    stop = Stop(watch_stdin=True, pause_s=config.drain_pause_s + LATE_S if config.drain_pause_s else 0.0)
     wire = RelayWire(settings["address"], settings["number"], now_s=time.monotonic)
     relay = Relay(
         config,
@@ -87,11 +104,14 @@ async def relay_main(settings: dict[str, Any]) -> int:
         send_to_control=wire.send_message,
         rng=random.SystemRandom(),
         control_is_silent=wire.is_silent,
+        control_lost_s=wire.silent_s,
     )
     wire.start_wire(relay.on_message, relay.on_attached)
     await relay.start_serving(shared=True)
     settle_memory()
     await stop.asked.wait()
+    relay.end_readiness()
+    await stop.wait_pause()
     await until_first(relay.drain_requests(), stop.forced.wait())
     await relay.stop_serving()
     wire.close_wire()

@@ -61,14 +61,21 @@ class Child:
             await process.wait()
             raise
 
-    async def stop_child(self, grace_s: float) -> None:
-        """SIGTERM, and SIGKILL for who has not ended after ``grace_s``."""
+    def send_sigterm(self) -> asyncio.subprocess.Process | None:
+        """It is not started again. Returns the process, where it runs."""
         self._stopping = True
         process = self._process
         if process is None or process.returncode is not None:
-            return
+            return None
         with contextlib.suppress(ProcessLookupError):
             process.send_signal(signal.SIGTERM)
+        return process
+
+    async def stop_child(self, grace_s: float) -> None:
+        """SIGTERM, and SIGKILL for who has not ended after ``grace_s``."""
+        process = self.send_sigterm()
+        if process is None:
+            return
         try:
             async with asyncio.timeout(grace_s):
                 await process.wait()
@@ -80,7 +87,7 @@ class Child:
 async def supervise_processes(config: RelayConfig, relays: int, settings: Settings) -> int:
     """Run ``relays`` relays, and the control plane with its part of ``settings``, until a signal. Returns the exit
     status."""
-    stop = Stop(watch_stdin=False)
+    stop = Stop(watch_stdin=False, pause_s=config.drain_pause_s)
     with tempfile.TemporaryDirectory(prefix="pla_router.") as folder:
         address = str(Path(folder) / "control")
         # Relays name instances by number, so a control plane that is started again must know who had which.
@@ -96,6 +103,11 @@ async def supervise_processes(config: RelayConfig, relays: int, settings: Settin
         stopped = asyncio.ensure_future(stop.asked.wait())
         done, _ = await asyncio.wait({*keeping, stopped}, return_when=asyncio.FIRST_COMPLETED)
         failed = [task.result() for task in done - {stopped}]  # a child that refuses its settings
+        if config.drain_pause_s:
+            for child in members:
+                child.send_sigterm()  # the first of two: it is not ready any more
+        if not failed:
+            await stop.wait_pause()
         drain_s = 0.0 if failed else config.drain_timeout_s
         ends = asyncio.gather(*(child.stop_child(drain_s + STOP_GRACE_S) for child in members))
         await until_first(ends, stop.forced.wait())

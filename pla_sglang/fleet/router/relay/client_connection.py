@@ -153,6 +153,8 @@ class ClientConnection(asyncio.Protocol):
         self._buffer, self._blank_bytes = b"", 0
         head = parse_request(data[:size], max_headers=config.max_headers)
         self._writer.expect_response(head)
+        if self._context.ending:  # the client's next connection may go to another router
+            self._writer.close_after = True
         try:
             accepted = self._accept_request(head)
         except BadMessage as error:

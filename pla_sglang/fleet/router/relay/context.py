@@ -24,10 +24,12 @@ class RelayContext:
         rng: for request and trace ids.
         now_s: CLOCK_MONOTONIC.
         control_is_silent: whether the control plane was not heard for a while.
+        control_lost_s: for how many seconds it was not heard.
 
     Attributes:
         incoming: bytes of request bodies that are being received, or wait to be sent to an instance.
         kept: bytes of request bodies that are kept for another attempt.
+        ending: the router was told to end, and is not ready for clients that do not know it yet; set by the relay.
         draining: no new requests; set by the relay.
     """
 
@@ -40,9 +42,10 @@ class RelayContext:
         rng: random.Random,
         now_s: Callable[[], float],
         control_is_silent: Callable[[], bool] = lambda: False,
+        control_lost_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self.config, self.number, self.send_to_control = config, number, send_to_control
-        self.control_is_silent = control_is_silent
+        self.control_is_silent, self.control_lost_s = control_is_silent, control_lost_s
         self.now_s, self.loop = now_s, asyncio.get_running_loop()
         self.call_soon, self.call_later = self.loop.call_soon, self.loop.call_later
         self.ids = IdGenerator(rng)
@@ -53,4 +56,4 @@ class RelayContext:
         self.lingering = LingeringLegs(self.aborts)
         self.incoming = ByteAccount(config.max_buffered_bytes)
         self.kept = ByteAccount(config.max_kept_bytes)
-        self.draining = False
+        self.ending = self.draining = False

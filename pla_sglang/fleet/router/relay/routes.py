@@ -4,7 +4,7 @@
 | --- | --- |
 | /generate, /v1/chat/completions and the other paths of ``wire/inference.py`` | dispatched to instances |
 | /v1/models, /v1/models/ID, /model_info, /server_info and their old names, /tokenize and the like | any instance |
-| /health, /health_generate, /openapi.json | the relay |
+| /health, /health_generate, /livez, /readyz, /startupz, /openapi.json | the relay |
 | /workers, /pla/... (admin key), /metrics | the control plane |
 
 The admin key is a bearer token; for ``/pla/view``, which people open in a browser, also the password of its dialogue.
@@ -49,6 +49,9 @@ SMALL_BODY_BYTES = 65_536  # of requests that need none, whose body is dropped, 
 PAGE = "/pla/view"
 RETRY_SOON = (("retry-after", "1"),)
 HEALTH_TIMEOUT_S = 20.0  # SGLang's own limit for its generation check
+# A control process that ends is started again within seconds. One that is silent for so long stands still, or cannot
+# start: then no request is served here any more, and the default --dispatch-timeout-s is over for those that wait.
+LOST_CONTROL_S = 60.0
 # Of POST /workers; the second is what curl names without being asked, the third that of no body.
 WORKER_TYPES = frozenset({b"application/json", b"application/x-www-form-urlencoded", b""})
 
@@ -194,6 +197,46 @@ class Routes:
         if not context.workers.serving:
             raise BadMessage("not_serving", "no instance is ready", 503, headers=RETRY_SOON)
 
+    def accept_liveness(self, head: RequestHead) -> AcceptedRequest:
+        """Answers whether a new process would be better off. That an instance is missing is no reason."""
+        return self._accept_probe(self._find_no_life)
+
+    def accept_readiness(self, head: RequestHead) -> AcceptedRequest:
+        """Answers whether to send requests here."""
+        return self._accept_probe(self._find_unreadiness)
+
+    def accept_start(self, head: RequestHead) -> AcceptedRequest:
+        """Answers whether the start is over, with instances or without."""
+        return self._accept_probe(self._find_unfinished_start)
+
+    def _accept_probe(self, find_reason: Callable[[], ProbeFailure | None]) -> AcceptedRequest:
+        """An answer no is none to a bad request, and is not counted as one."""
+
+        def answer_probe(client: ResponseWriter, head: RequestHead, body: bytes) -> None:
+            reason = find_reason()
+            client.send_response(200 if reason is None else 503, b"" if reason is None else reason.to_body())
+
+        return AcceptedRequest(SMALL_BODY_BYTES, answer_probe)
+
+    def _find_no_life(self) -> ProbeFailure | None:
+        lost_s = self._context.control_lost_s()
+        if lost_s <= LOST_CONTROL_S:
+            return None
+        return ProbeFailure("no_control", f"the control plane has said nothing for {lost_s:.0f} s")
+
+    def _find_unfinished_start(self) -> ProbeFailure | None:
+        return None if self._context.workers.known else _NO_TABLE
+
+    def _find_unreadiness(self) -> ProbeFailure | None:
+        context = self._context
+        if context.ending:
+            return _ENDS
+        if not context.workers.known:
+            return _NO_TABLE
+        if context.control_is_silent():
+            return _NO_CONTROL
+        return None if context.workers.serving else _NO_INSTANCE
+
     def _check_generation(self, client: ResponseWriter, head: RequestHead, body: bytes) -> None:
         context = self._context
         workers = context.workers.pick_of_each_kind()
@@ -233,6 +276,22 @@ class Routes:
         return AcceptedRequest(SMALL_BODY_BYTES, self._admin.ask_control)
 
 
+class ProbeFailure(NamedTuple):
+    """Why a probe is answered with 503."""
+
+    reason: str
+    message: str
+
+    def to_body(self) -> bytes:
+        return responses.error_body(503, self.reason, self.message)
+
+
+_ENDS = ProbeFailure("ending", "the router was told to end")
+_NO_TABLE = ProbeFailure("starting", "the control plane has not connected yet")
+_NO_CONTROL = ProbeFailure("no_control", "the control plane does not answer")
+_NO_INSTANCE = ProbeFailure("not_serving", "no instance is ready")
+
+
 class Route(NamedTuple):
     """What serves a path. ``method``: the one that is allowed, HEAD besides where it is GET."""
 
@@ -248,6 +307,9 @@ ROUTES: dict[str, Route] = {
     **dict.fromkeys(PASSED_POST, Route("POST", Routes.accept_passed)),
     "/health": Route("GET", Routes.accept_health, needs_key=False),
     "/health_generate": Route("GET", Routes.accept_health_generate, needs_key=False),
+    "/livez": Route("GET", Routes.accept_liveness, needs_key=False),
+    "/readyz": Route("GET", Routes.accept_readiness, needs_key=False),
+    "/startupz": Route("GET", Routes.accept_start, needs_key=False),
     "/metrics": Route("GET", Routes.accept_control, needs_key=False),
     "/openapi.json": Route("GET", Routes.accept_description, needs_key=False),
 }

@@ -35,6 +35,7 @@ class Relay:
         rng: random.Random,
         now_s: Callable[[], float] = time.monotonic,
         control_is_silent: Callable[[], bool] = lambda: False,
+        control_lost_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self.context = context = RelayContext(
             config,
@@ -43,6 +44,7 @@ class Relay:
             rng=rng,
             now_s=now_s,
             control_is_silent=control_is_silent,
+            control_lost_s=control_lost_s,
         )
         self._access_log = AccessLog(config.access_log)
         self.requests = OpenRequests(context, self._access_log)
@@ -66,8 +68,13 @@ class Relay:
         await self.listener.start_listening(shared=shared)
         self._check_time_limits()
 
+    def end_readiness(self) -> None:
+        """Whoever asks is told to send new requests elsewhere; those that come are served."""
+        self.context.ending = True
+
     def begin_drain(self) -> None:
         """No new connections and no new requests; what is open goes on."""
+        self.end_readiness()
         if not self.context.draining:
             self.context.draining = True
             self.listener.stop_listening()

@@ -9,13 +9,14 @@ class WorkerDirectory:
     """The last ``Table`` of the control plane.
 
     Attributes:
+        known: a control plane has sent a table.
         serving: whether a request could be dispatched now.
         wants_bodies: whether the control plane reads prompts, so that an Ask carries its body.
         trace_share, migration: as in ``Table``.
     """
 
     def __init__(self) -> None:
-        self.serving = self.wants_bodies = self.migration = False
+        self.known = self.serving = self.wants_bodies = self.migration = False
         self.trace_share: float | None = None
         self._epoch: int | None = None
         self._by_number: dict[int, WorkerEntry] = {}
@@ -24,7 +25,7 @@ class WorkerDirectory:
     def replace_table(self, table: Table) -> bool:
         """Returns whether it is the first one of a control plane."""
         first = table.epoch != self._epoch
-        self._epoch = table.epoch
+        self._epoch, self.known = table.epoch, True
         self._by_number = {worker.number: worker for worker in table.workers}
         self.serving, self.trace_share, self.migration = table.serving, table.trace_share, table.migration
         self.wants_bodies = table.prompts is PromptDetail.BODY

@@ -59,6 +59,7 @@ class RelayWire:
         self._loop = asyncio.get_running_loop()
         self._now_s = now_s
         self._last_frame_s = float("-inf")
+        self._heard_s = now_s()  # when the control plane said something last, whatever the connection; first: the start
         self._outgoing: list[FromRelay] = []
         self._soon = self._lazy = False  # whether they will be sent at the end of this turn, or within LAZY_S
         self._timer: asyncio.TimerHandle | None = None
@@ -90,6 +91,10 @@ class RelayWire:
         """True if the other end is not there, or has said nothing for longer than a living control plane would."""
         return self._connection is None or self._now_s() - self._last_frame_s > GONE_S
 
+    def silent_s(self) -> float:
+        """Since the other end was heard last, or since the start."""
+        return self._now_s() - self._heard_s
+
     def close_wire(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
@@ -117,7 +122,7 @@ class RelayWire:
         except msgspec.DecodeError as error:
             self._refuse_version(str(error))
             return
-        self._last_frame_s = self._now_s()
+        self._last_frame_s = self._heard_s = self._now_s()
         for message in messages:
             if isinstance(message, Table) and message.protocol != PROTOCOL:
                 self._refuse_version(f"version {message.protocol}, not {PROTOCOL}")
