@@ -123,7 +123,9 @@ def test_every_series_of_an_engine_is_documented(scraper: str) -> None:
 
 # -- queries -----------------------------------------------------------------------------------------------------------
 
-QUERY_FUNCTIONS = {"histogram_quantile", "sum", "rate", "increase", "avg", "max", "min", "by", "without", "irate"}
+QUERY_FUNCTIONS = {"histogram_quantile", "sum", "rate", "increase", "avg", "max", "min", "by", "without", "irate"} | {
+    "avg_over_time"
+}
 
 
 def queries() -> list[tuple[str, str]]:

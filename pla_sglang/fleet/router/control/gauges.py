@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from typing import Any
 
@@ -31,6 +31,7 @@ def gauges(dispatcher: RequestDispatcher, now_s: float) -> Iterator[Row]:
             yield "workers", "Instances by state.", {"state": state.value}, float(states[state])
     yield from _of_workers(dispatcher, now_s)
     yield from _of_predictions(dispatcher)
+    yield from _of_backlogs(dispatcher)
     yield from _of_pools(dispatcher)
     yield from _of_moves(dispatcher)
     if dispatcher.policy.runner is not None:
@@ -114,6 +115,22 @@ def _of_predictions(dispatcher: RequestDispatcher) -> Iterator[Row]:
     if dispatcher.policy.predictor is not None:
         error = dispatcher.policy.predictor.error
         yield "ttft_prediction_error", "Mean absolute error over actual TTFT.", {}, error.relative
+
+
+def _of_backlogs(dispatcher: RequestDispatcher) -> Iterator[Row]:
+    """By what the ready instances that get prefills are used for. Of a role without one there is no row: that it has no
+    backlog would not be true."""
+    policy, backlogs = dispatcher.policy, defaultdict[tuple[str, str], list[float]](list)
+    if policy.predictor is None:
+        return
+    for view in dispatcher.table.fleet.prefill_capable():
+        backlogs[view.role.value, name_pool(view)].append(policy.clock.wall_s(policy.predictor.delay_s(view)))
+    for (role, pool), seconds in backlogs.items():
+        labels = {"role": role, "pool": pool}
+        text = "Predicted time of the unfinished prefills of ready instances, summed."
+        yield "prefill_backlog_seconds", text, labels, sum(seconds)
+        text = "Of the instance that has most of it: what a prefill waits there."
+        yield "prefill_backlog_max_seconds", text, labels, max(seconds)
 
 
 def _of_pools(dispatcher: RequestDispatcher) -> Iterator[Row]:

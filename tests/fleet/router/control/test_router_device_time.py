@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from pla_sglang.fleet.router.control.control_plane import ControlPlane
+from pla_sglang.fleet.router.control.gauges import gauges, name_pool
 from pla_sglang.fleet.router.control.knobs import ControlKnobs
 from pla_sglang.fleet.router.control.workers.discovery import Description, parse_url
 from pla_sglang.fleet.router.control.workers.peering import READY
@@ -180,3 +181,32 @@ def test_operators_see_wall_time() -> None:
     last = plane.policy.runner.moves[-1]  # type: ignore[union-attr]
     assert last.to_dict(slow.now_s * SLOW)["ago_s"] == slow.now_s * SLOW - last.at_s
     assert 0 <= last.at_s <= slow.now_s * SLOW
+
+
+def read_backlogs(history: History) -> dict[str, dict[tuple[str, str], float]]:
+    """By name, and by role and pool."""
+    found: dict[str, dict[tuple[str, str], float]] = {}
+    for name, _, labels, value in gauges(history.plane.dispatcher, 0.0):
+        if name.startswith("prefill_backlog"):
+            found.setdefault(name, {})[labels["role"], labels["pool"]] = value
+    return found
+
+
+def test_the_backlog_of_prefills_is_in_wall_seconds() -> None:
+    history = History("pla", SLOW, 1)
+    predictor, fleet = history.plane.policy.predictor, history.plane.table.fleet
+    assert predictor is not None
+    backlogs: dict[tuple[str, str], list[float]] = {}
+    for number, worker in enumerate(history.workers[:PREFILLS]):
+        worker.view.queued_prefills, worker.view.queued_tokens = number, 1000 * number
+        seconds = SLOW * predictor.delay_s(worker.view)
+        assert (seconds > 0) is (number > 0)
+        backlogs.setdefault(("prefill", name_pool(worker.view)), []).append(seconds)
+    assert read_backlogs(history) == {
+        "prefill_backlog_seconds": {where: pytest.approx(sum(of)) for where, of in backlogs.items()},
+        "prefill_backlog_max_seconds": {where: max(of) for where, of in backlogs.items()},
+    }
+    for worker in history.workers[:PREFILLS]:
+        history.plane.table.move(worker, WorkerState.SUSPECT, WorkerReason.SILENT, 0.0)
+    assert not fleet.prefill_capable()
+    assert read_backlogs(history) == {}
