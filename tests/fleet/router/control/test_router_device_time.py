@@ -198,15 +198,14 @@ def test_the_backlog_of_prefills_is_in_wall_seconds() -> None:
     assert predictor is not None
     backlogs: dict[tuple[str, str], list[float]] = {}
     for number, worker in enumerate(history.workers[:PREFILLS]):
-        worker.view.queued_prefills, worker.view.queued_tokens = number, 1000 * number
+        worker.view.queued_prefills, worker.view.queued_tokens = number + 1, 1000 * number
         seconds = SLOW * predictor.delay_s(worker.view)
-        assert (seconds > 0) is (number > 0)
         backlogs.setdefault(("prefill", name_pool(worker.view)), []).append(seconds)
     assert read_backlogs(history) == {
         "prefill_backlog_seconds": {where: pytest.approx(sum(of)) for where, of in backlogs.items()},
         "prefill_backlog_max_seconds": {where: max(of) for where, of in backlogs.items()},
     }
     for worker in history.workers[:PREFILLS]:
-        history.plane.table.move(worker, WorkerState.SUSPECT, WorkerReason.SILENT, 0.0)
+        history.plane.table.move(worker, WorkerState.SUSPECT, WorkerReason.HEALTH, 0.0)
     assert not fleet.prefill_capable()
     assert read_backlogs(history) == {}
