@@ -77,8 +77,8 @@ def decode_instance(row: Any) -> StartedInstance:
     """Raises ValueError for what is no instance. Fields that we do not know are left out: the cluster may be newer."""
     if not isinstance(row, dict):
         raise ValueError(f"{row!r} is no instance")
-    names = [field.name for field in dataclasses.fields(StartedInstance)]
-    made = StartedInstance(**{name: row.get(name) for name in names})
+    values: dict[str, Any] = {field.name: row.get(field.name) for field in dataclasses.fields(StartedInstance)}
+    made = StartedInstance(**values)
     texts = (made.name, made.url, made.kind, made.state)
     if not all(isinstance(text, str) for text in texts) or not (made.plan is None or type(made.plan) is int):
         raise ValueError(f"{json.dumps(row)} is no instance")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import os
 import signal
 import time
@@ -304,22 +305,42 @@ class Supervisor:
             await self._wait_ready(member, http)
 
     async def _bring_down(self, member: Instance, drain_s: float) -> None:
-        """End it. A stateless one that is ready has ``drain_s`` to finish what it does; 0: as any other, no time."""
+        await self._await_end(member, self._order_end(member, drain_s))
+
+    def _order_end(self, member: Instance, drain_s: float) -> float:
+        """A stateless one that is ready has ``drain_s`` to finish what it does; 0: as any other, no time.
+
+        Returns when it is to be killed, by ``time.monotonic``.
+        """
         assert self._children is not None
         if (start := self._starts.pop(member.name, None)) is not None:
             start.cancel()
-        if member.state in (State.STARTING, State.READY):
-            drains = drain_s > 0 and member.state is State.READY and _is_stateless(member)
-            member.move_to(State.STOPPING)
-            # The process that serves HTTP waits for its requests; its scheduler would end at once.
-            (self._children.kill_first if drains else self._children.kill_group)(member.name, signal.SIGTERM)
-            end_s = time.monotonic() + (drain_s if drains else STOP_GRACE_S)
-            while member.state is State.STOPPING and time.monotonic() < end_s:
-                await asyncio.sleep(HEALTH_INTERVAL_S)
-            if member.state is State.STOPPING:
-                self._children.kill_group(member.name, signal.SIGKILL)
+        if member.state not in (State.STARTING, State.READY):
+            return math.inf  # it has ended, or whoever has ordered its end kills it
+        drains = drain_s > 0 and member.state is State.READY and _is_stateless(member)
+        member.move_to(State.STOPPING)
+        # The process that serves HTTP waits for its requests; its scheduler would end at once.
+        (self._children.kill_first if drains else self._children.kill_group)(member.name, signal.SIGTERM)
+        return time.monotonic() + (drain_s if drains else STOP_GRACE_S)
+
+    async def _await_end(self, member: Instance, kill_s: float) -> None:
+        assert self._children is not None
         while member.state is State.STOPPING:
+            if time.monotonic() >= kill_s:
+                self._children.kill_group(member.name, signal.SIGKILL)
+                kill_s = math.inf
             await asyncio.sleep(HEALTH_INTERVAL_S)
+
+    def may_start_s(self, member: Instance) -> float:
+        """When a member that has ended may be started again, by ``time.monotonic``."""
+        if member.ended_s is None or not self._must_be_forgotten(member) or self.config.router == "pla":
+            return 0.0
+        return member.ended_s + FORGOTTEN_S
+
+    def _must_be_forgotten(self, member: Instance) -> bool:
+        """True if decode instances know addresses of ``member``."""
+        decodes = any(engine.spec is not None and engine.spec.kind == "decode" for engine in self.engines)
+        return decodes and member.spec is not None and member.spec.kind in ("prefill", "stateless")
 
     # -- members that come and go ----------------------------------------------------------------------------------
 
@@ -373,12 +394,15 @@ class Supervisor:
             raise ClusterError(f"{name} cannot be removed; allowed: {', '.join(one.name for one in self.engines)}")
         self._check_ready()
         if name not in self._removals:
-            self._removals[name] = asyncio.create_task(self._remove(member))
+            kill_s = self._order_end(member, REMOVAL_DRAIN_S)
+            self._removals[name] = asyncio.create_task(self._forget_member(member, kill_s))
             self._log_line(f"{name} is removed")
+            self._write_state()
         return member
 
-    async def _remove(self, member: Instance) -> None:
-        await self._bring_down(member, REMOVAL_DRAIN_S)
+    async def _forget_member(self, member: Instance, kill_s: float) -> None:
+        """Once it has ended."""
+        await self._await_end(member, kill_s)
         for reader in [reader for reader in self._readers if reader.name == member.name]:
             reader.read_rest()
             reader.close_reader()
@@ -404,17 +428,6 @@ class Supervisor:
     def _check_ready(self) -> None:
         if not self.ready.is_set():
             raise ClusterError("the cluster is starting; members come and go once all are ready")
-
-    def may_start_s(self, member: Instance) -> float:
-        """When a member that has ended may be started again, by ``time.monotonic``."""
-        if member.ended_s is None or not self._must_be_forgotten(member) or self.config.router == "pla":
-            return 0.0
-        return member.ended_s + FORGOTTEN_S
-
-    def _must_be_forgotten(self, member: Instance) -> bool:
-        """True if decode instances know addresses of ``member``."""
-        decodes = any(engine.spec is not None and engine.spec.kind == "decode" for engine in self.engines)
-        return decodes and member.spec is not None and member.spec.kind in ("prefill", "stateless")
 
     # -- control and state -----------------------------------------------------------------------------------------
 

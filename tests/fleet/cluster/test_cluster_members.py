@@ -258,7 +258,7 @@ def test_a_stateless_instance_that_is_removed_drains(
         scene.unhealthy.add("stateless-1")
         await scene.actuator.start_instance("stateless", 1)
         scene.forks.ignored |= ignored
-        await scene.actuator.stop_instance(name)
+        assert json.loads(await scene.send("remove", name))["state"] == "stopping"
         await scene.until({key: state for key, state in scene.states().items() if key != name})
         assert [of for who, *of in scene.forks.sent if who == name] == [list(one) for one in sent]
         scene.forks.ignored.clear()
