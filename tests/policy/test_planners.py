@@ -332,12 +332,17 @@ def test_few_requests_at_once_in_a_large_fleet_are_more_in_a_small_one() -> None
 
 
 def test_phases_on_one_instance_are_rounded_up_together() -> None:
-    """0.3 of a decode instance, and 1.5 of a prefill one by eq. 15: two that do both, three that do not."""
+    """10 requests a second of 110 ms each and 0.4 of a decode instance: two that do both, three that do not.
+
+    What waits as well does not count as work, but has to fit.
+    """
     controller = planner_of(built("combined", "dopd", instances_min=1))
     concurrency_max = controller.planner.knobs.concurrency_max
-    load = LoadSample(100.0, 100.0, 0.3 * concurrency_max, 4.0, 0.0, 0.0)
+    load = LoadSample(100.0, 100.0, 0.3 * concurrency_max, 10.0, 0.0, 0.0)
     plan = controller.planner.plan(load)
     assert (plan.united, plan.prefill + plan.decode) == (2, 3)
+    crowd = dataclasses.replace(load, concurrency=3.5 * concurrency_max)
+    assert controller.planner.plan(crowd).united == 4
     (action,) = controller.follow(load, fleet(mixed()))
     assert action.count == plan.united
     (action,) = controller.follow(load, fleet(prefill(), decode()))

@@ -128,17 +128,27 @@ class Planner:
             service_cv2=load.input_cv2,
         )
         prefills = max(knobs.prefill_min, math.ceil(ratio * decodes - 1e-9), waiting)
-        work = ratio * decodes + load.concurrency / knobs.concurrency_max
-        return self._within(FleetPlan(prefills, decodes, ratio, load, max(waiting, math.ceil(work - 1e-9))))
+        return self._within(FleetPlan(prefills, decodes, ratio, load, max(waiting, self._united(load, prefill_s))))
 
-    def at_full_batches(self, load: LoadSample) -> LoadSample:
-        """``load`` with at least the concurrency that its requests have where CC_max of them share an instance."""
+    def _united(self, load: LoadSample, prefill_s: float) -> int:
+        """Instances that do both phases, each busy with n_p's work and n_d's.
+
+        Both follow from the rate: r counts requests that wait or prefill too, which eq. 15 would take for decodes.
+        """
+        decodes = self.full_concurrency(load) / self.knobs.concurrency_max
+        work = load.rate_per_s * prefill_s + decodes
+        return math.ceil(max(work, load.concurrency / self.knobs.concurrency_max) - 1e-9)
+
+    def full_concurrency(self, load: LoadSample) -> float:
+        """Of the requests of ``load``, where CC_max of them share an instance: Little's law."""
         assert load.input_tokens is not None, "lengths are known"
         assert load.output_tokens is not None, "lengths are known"
         step_s = self.step_s(self.knobs.concurrency_max, load.input_tokens + load.output_tokens / 2)
-        return dataclasses.replace(
-            load, concurrency=max(load.concurrency, load.rate_per_s * load.output_tokens * step_s)
-        )
+        return load.rate_per_s * load.output_tokens * step_s
+
+    def at_full_batches(self, load: LoadSample) -> LoadSample:
+        """``load`` with at least that concurrency."""
+        return dataclasses.replace(load, concurrency=max(load.concurrency, self.full_concurrency(load)))
 
     def plan_batching(self, load: LoadSample, prefills: int) -> BatchingKnobs:
         """The knobs of Algorithm 1 on each of ``prefills`` instances: line 9 of Algorithm 2, and eq. 18 with eq. 10."""

@@ -1,8 +1,8 @@
 """DOPD's planner beside a policy whose instances have no roles, or change them: it plans how many there are in all.
 
 The total is n_p + n_d of Algorithm 2; what each instance does is the policy's. Where that is DOPD itself, the roles
-follow the ratio of the same plan, as labels (``labels.py``). Where every instance does both phases, the two are added
-before they are rounded: a phase does not need whole instances then.
+follow the ratio of the same plan, as labels (``labels.py``). Where every instance does both phases, a phase does not
+need whole instances: the total is ``FleetPlan.united``.
 """
 
 from __future__ import annotations

@@ -72,6 +72,7 @@ class Fleet:
         for spec in config.fleet:
             for _ in range(spec.count):
                 self.add(spec, spec.role, InstanceState.READY)
+                self._note_start(config.startup_of(spec))  # they have started, too, before the first request
 
     def add(self, spec: InstanceSpec, role: Role, state: InstanceState) -> SimInstance:
         """A new instance; one that is STARTING becomes ready after its start-up time."""
@@ -152,11 +153,14 @@ class Fleet:
 
     def _started(self, instance: SimInstance) -> None:
         if instance.view.state is InstanceState.STARTING:
-            self._start_times.add(self._kernel.now_s - self.lives[instance.view.index].start_s)
-            self.view.startup_s = self._start_times.estimate_s()
+            self._note_start(self._kernel.now_s - self.lives[instance.view.index].start_s)
             instance.view.ready_s = self._kernel.now_s
             self.view.set_state(instance.view, InstanceState.READY)
             self._on_change()
+
+    def _note_start(self, seconds: float) -> None:
+        self._start_times.add(seconds)
+        self.view.startup_s = self._start_times.estimate_s()
 
     def of(self, view: InstanceView) -> SimInstance:
         """The instance behind a view."""
