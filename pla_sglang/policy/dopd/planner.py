@@ -140,7 +140,7 @@ class Planner:
         return math.ceil(max(work, load.concurrency / self.knobs.concurrency_max) - 1e-9)
 
     def full_concurrency(self, load: LoadSample) -> float:
-        """Of the requests of ``load``, where CC_max of them share an instance: Little's law."""
+        """How many requests of ``load`` are there at once, where CC_max of them share an instance: Little's law."""
         assert load.input_tokens is not None, "lengths are known"
         assert load.output_tokens is not None, "lengths are known"
         step_s = self.step_s(self.knobs.concurrency_max, load.input_tokens + load.output_tokens / 2)
