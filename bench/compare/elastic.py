@@ -181,7 +181,7 @@ def run(options: argparse.Namespace) -> int:
     """Raises ConfigError."""
     require("--rate", options.rate, 0, above=True)
     require("--day-s", options.day_s, 0, above=True)
-    base = base_of(options)
+    about, base = environment(), base_of(options)
     names = read_arms(options.arms, base)
     trace = make_day(options.rate, options.day_s, options.seed)
     fleets, arms = SimulatedFleets(base, trace), {}
@@ -198,7 +198,7 @@ def run(options: argparse.Namespace) -> int:
         "arms": arms,
         "requests": len(trace),
         **{name: getattr(options, name) for name in settings},
-        "environment": environment(),
+        "environment": about,
     }
     show("GPU-hours over a day, simulated", *table(arms))
     emit(result, "elastic", options.out)
