@@ -42,8 +42,12 @@ class Refusal(enum.Enum):
     """Why an action was not carried out."""
 
     LATE = "late"  # the role of the instance was set since
-    REPEATED = "repeated"  # it has that role
+    REPEATED = "repeated"  # it has that role, or instances that were ordered are not known yet
     UNSUPPORTED = "unsupported"  # nothing in this fleet can do that
+    DRY_RUN = "dry_run"  # the planner is only to show what it would do
+    OUT_OF_BOUNDS = "out_of_bounds"  # there would be more instances than may be, or fewer
+    ACTUATOR_AWAY = "actuator_away"  # what starts and stops instances does not answer
+    NO_LEASE = "no_lease"  # another router scales this fleet
     NOT_MOVABLE = "not_movable"  # the request does not run at its source, or the target is not ready or has no room
 
 

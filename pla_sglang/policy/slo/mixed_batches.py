@@ -199,8 +199,8 @@ class MixedBatches:
             return math.inf
         usual_s = self._knobs.token_share * target_s
         tokens = cost.tokens_within(usual_s, view.pass_budget_tokens)
-        if tokens < cost.step.crossing_tokens(0):
-            return math.inf  # a smaller pass would be no faster
+        if tokens < max(1, cost.step.crossing_tokens(0)):
+            return math.inf  # a smaller pass would be no faster, or there is none
         left, attention, due_s = 0, 0, math.inf
         for one in waiting if view.chunk is None else (*waiting, view.chunk):
             if one.deadline_s is None:

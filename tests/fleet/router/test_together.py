@@ -41,6 +41,8 @@ QUIET = {
     "aborts_total",
     "peer_lists_total",
     "cooling_down_requests",
+    *("planned_instances", "planned_requests", "gpu_hours"),  # of a planner
+    *("instance_starts_total", "instance_start_seconds"),
 } | {
     "worker_errors",
     *("prefix_predicted_tokens_total", "prefix_hit_tokens_total", "prefix_prompt_tokens_total"),  # no answer says

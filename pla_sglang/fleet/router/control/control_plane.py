@@ -26,7 +26,7 @@ from pla_sglang.fleet.router.control.knobs import ControlKnobs
 from pla_sglang.fleet.router.control.late_placement import LatePlacement
 from pla_sglang.fleet.router.control.migration import Migration
 from pla_sglang.fleet.router.control.observability.series import RouterSeries
-from pla_sglang.fleet.router.control.policy_setup import LivePolicy
+from pla_sglang.fleet.router.control.policy_setup import LivePolicy, RouterEffects
 from pla_sglang.fleet.router.control.relay_ports import RelayPorts
 from pla_sglang.fleet.router.control.request_dispatcher import RequestDispatcher
 from pla_sglang.fleet.router.control.request_events import RequestEvents
@@ -34,6 +34,7 @@ from pla_sglang.fleet.router.control.requests.ledger import Ledger
 from pla_sglang.fleet.router.control.requests.moves import MoveOrders
 from pla_sglang.fleet.router.control.requests.prompts import Prompts, load_tokenizer
 from pla_sglang.fleet.router.control.requests.running_requests import RunningRequests
+from pla_sglang.fleet.router.control.scale_orders import ScaleOrders
 from pla_sglang.fleet.router.control.silence import SilenceWatch
 from pla_sglang.fleet.router.control.watch import FleetWatch, describe_fleet, note_move
 from pla_sglang.fleet.router.control.workers.abort_order import AbortOrder
@@ -84,18 +85,13 @@ class ControlPlane:
         self._client: InstanceClient | None = None
         self._state_file = StateFile(knobs.memory_file)
         self._journal = WorkerLog()
-        self.series = RouterSeries(lambda: gauges(self.dispatcher, self._clock()), self._find_length_errors)
+        self.series = RouterSeries(
+            lambda: gauges(self.dispatcher, self.scaling, self._clock()), self._find_length_errors
+        )
         policy = find_policy(knobs.policy)
         self._length_blind = policy.length_blind
         device_clock = DeviceClock()  # set when the first instance says what it is
-        self.table = WorkerTable(
-            knobs.breaker,
-            next_number=self._state_file.state.next_number,
-            pools=policy.pools,
-            settle_s=knobs.settle_s,
-            clock=device_clock,
-            on_change=self._on_worker_change,
-        )
+        self.table = self._make_table(device_clock, pools=policy.pools)
         self._watch = FleetWatch(self.table, self.series.worker_ttft.by_worker)
         self._worker_file = None if knobs.worker_file is None else WorkerFile(knobs.worker_file, self.table)
         self._relays = RelayPorts(knobs, self.table, self.epoch, router_key=router_key)
@@ -103,6 +99,7 @@ class ControlPlane:
         self._monitor = self._make_monitor(health)
         self._peering = Peering(self.table, self.series.peer_lists.inc, router_key=router_key)
         self._batching = BatchingOrders(self.table)
+        self.scaling = self._make_scaling()
         booking = Booking(Ledger(), Prompts(knobs.prompts, PrefixIndex()), self.series, device_clock)
         self.migration = self._make_migration(booking)
         self.policy = self._make_policy(booking)
@@ -124,6 +121,16 @@ class ControlPlane:
         self._routes = AdminRoutes(self, clock)
         self._handlers = self._message_handlers()
 
+    def _make_table(self, device_clock: DeviceClock, *, pools: bool) -> WorkerTable:
+        return WorkerTable(
+            self.knobs.breaker,
+            next_number=self._state_file.state.next_number,
+            pools=pools,
+            settle_s=self.knobs.settle_s,
+            clock=device_clock,
+            on_change=self._on_worker_change,
+        )
+
     def _make_monitor(self, health: Health) -> InstanceMonitor:
         return InstanceMonitor(
             self.table,
@@ -133,6 +140,16 @@ class ControlPlane:
             on_report=self._on_report,
             on_description=self._on_description,
             on_aborted=self._on_aborted,
+        )
+
+    def _make_scaling(self) -> ScaleOrders:
+        return ScaleOrders(
+            self.knobs.scaling,
+            self.table,
+            self._state_file,
+            clock=self._clock,
+            first_plan=time.time_ns() // 1_000_000,
+            on_start=self.series.starts.note_start,
         )
 
     def _make_migration(self, booking: Booking) -> Migration:
@@ -161,8 +178,8 @@ class ControlPlane:
             self.knobs,
             self.table.fleet,
             running=RunningRequests(knobs, self.table, orders, clock=now, device_clock=booking.clock),
+            effects=RouterEffects(self.table.fleet, self._monitor.set_class, orders, self.scaling),
             clock=booking.clock,
-            set_class=self._monitor.set_class,
             is_connected=self._peering.is_connected,
             on_action=self.series.actions.inc,
         )
@@ -190,6 +207,7 @@ class ControlPlane:
             self.migration.start(client)
             self._drains.start(client)
             self._batching.start(client)
+            self.scaling.start()
         except ConfigError:
             await client.close()
             raise
@@ -206,6 +224,7 @@ class ControlPlane:
         await self._drains.stop()
         await self.migration.stop()
         await self._batching.stop()
+        await self.scaling.stop()
         if self._client is not None:
             await self._client.close()
         self.policy.close_recording()
@@ -280,6 +299,7 @@ class ControlPlane:
             },
             "batching": self._batching.to_dict(),
             "place_decode": self._late.to_dict(),
+            "planner": self.scaling.to_dict(self._clock()),
             "profile": self.policy.profile,
             "epoch": self.epoch,
             "recorded_decisions": None if recorder is None else recorder.decisions,
@@ -289,7 +309,7 @@ class ControlPlane:
     def view_document(self, since_s: float) -> dict[str, Any]:
         """For /pla/view: the last minutes, of samples those after ``since_s``."""
         document = self._watch.history.to_document(self._clock(), since_s)
-        return {**document, "life": str(self.epoch), "head": describe_fleet(self.dispatcher)}
+        return {**document, "life": str(self.epoch), "head": describe_fleet(self.dispatcher, self.scaling)}
 
     def reload_worker_file(self) -> dict[str, Any]:
         """Raises ConfigError without a file or for a bad one; nothing changes then."""
@@ -392,6 +412,7 @@ class ControlPlane:
         self.migration.sweep_moves(now_s)
         self._drains.empty_drained()
         self.table.remove_drained(now_s)
+        self.scaling.count_gpus(now_s)
         self._journal.note_waits(self.table)
         for worker in self.table:
             worker.load.age_ttft_ratio(now_s)

@@ -9,17 +9,20 @@ from typing import Any
 
 from pla_sglang.fleet.router.control.observability.series import Row
 from pla_sglang.fleet.router.control.request_dispatcher import RequestDispatcher
+from pla_sglang.fleet.router.control.scale_orders import ScaleOrders
 from pla_sglang.fleet.router.control.workers.table import Worker, WorkerState
 from pla_sglang.fleet.router.http.bodies import WorkerRow
 from pla_sglang.fleet.viewer.history import NO_REQUESTS
 from pla_sglang.load.legs import LegLoad
+from pla_sglang.policy.dopd.planner import DopdController
 from pla_sglang.policy.interface.fleet import InstanceKind, InstanceView
 from pla_sglang.policy.interface.prefill import PrefillClass
 from pla_sglang.policy.pla.averaged_pressure import AveragedPressure
 from pla_sglang.policy.pla.spatial import SpatialDispatcher
+from pla_sglang.policy.runner import FleetRunner
 
 
-def gauges(dispatcher: RequestDispatcher, now_s: float) -> Iterator[Row]:
+def gauges(dispatcher: RequestDispatcher, scaling: ScaleOrders, now_s: float) -> Iterator[Row]:
     yield "open_requests", "Requests that have not ended.", {}, float(dispatcher.ledger.live)
     yield "queued_requests", "Requests that wait in the router for an instance.", {}, float(len(dispatcher.queue))
     budget = dispatcher.retry_budget.left(now_s)
@@ -34,6 +37,7 @@ def gauges(dispatcher: RequestDispatcher, now_s: float) -> Iterator[Row]:
     yield from _of_backlogs(dispatcher)
     yield from _of_pools(dispatcher)
     yield from _of_moves(dispatcher)
+    yield from _of_planner(dispatcher.policy.runner, scaling, now_s)
     if dispatcher.policy.runner is not None:
         yield (
             "role_switches",
@@ -106,6 +110,20 @@ def _of_moves(dispatcher: RequestDispatcher) -> Iterator[Row]:
             labels, rows = {"worker": worker.view.name}, sum(len(rows) for _, rows in worker.rows.values())
             yield "worker_request_rows", "Running requests that it has listed.", labels, float(rows)
             yield "worker_request_rows_age_seconds", "Since it has listed its running requests.", labels, age_s
+
+
+def _of_planner(runner: FleetRunner | None, scaling: ScaleOrders, now_s: float) -> Iterator[Row]:
+    """How many instances the planner wants, for what load, and what they have cost."""
+    if not scaling.knobs.plans:
+        return
+    for role, count in scaling.wanted.items():
+        text = "Instances that the planner wants, by role; mixed: in all."
+        yield "planned_instances", text, {"role": role.value}, float(count)
+    for controller in () if runner is None else runner.policy.controllers:
+        if isinstance(controller, DopdController) and controller.last_plan is not None:
+            expected = controller.last_plan.load.concurrency
+            yield "planned_requests", "Requests at once that the planner expects.", {}, expected
+    yield "gpu_hours", "GPU-hours of all instances since the start of this router.", {}, scaling.count_gpus(now_s)
 
 
 def _of_predictions(dispatcher: RequestDispatcher) -> Iterator[Row]:

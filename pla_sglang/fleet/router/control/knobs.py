@@ -9,6 +9,7 @@ from pla_sglang.common.checks import KEY, MILLI, PORT, Choice, Pattern, Range, c
 from pla_sglang.common.errors import ConfigError
 from pla_sglang.fleet.router.control.requests.moves import DISPATCH, PREFILLED, MoveKnobs
 from pla_sglang.fleet.router.control.requests.prompts import PromptKnobs
+from pla_sglang.fleet.router.control.scale_orders import ScalingKnobs
 from pla_sglang.fleet.router.control.workers.breaker import BreakerKnobs
 from pla_sglang.fleet.router.control.workers.discovery import parse_url
 from pla_sglang.fleet.router.control.workers.exclusions import ExclusionKnobs
@@ -135,6 +136,7 @@ class ControlKnobs:
     retry_budget: RetryBudgetKnobs = dataclasses.field(default_factory=RetryBudgetKnobs)
     moves: MoveKnobs = dataclasses.field(default_factory=MoveKnobs)
     admission: AdmissionKnobs = dataclasses.field(default_factory=AdmissionKnobs)
+    scaling: ScalingKnobs = dataclasses.field(default_factory=ScalingKnobs)
 
     @property
     def migrates(self) -> bool:
@@ -152,4 +154,4 @@ class ControlKnobs:
         if self.place_decode == PREFILLED and not self.migrates:
             text = f"--place-decode {PREFILLED} needs --migration on, before stateless instances"
             raise ConfigError(f"{text}; allowed without it: {DISPATCH}")
-        find_live_policy(self.policy, self.policy_knobs)
+        find_live_policy(self.policy, self.policy_knobs, self.scaling.planner)

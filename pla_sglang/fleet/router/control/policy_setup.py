@@ -11,6 +11,7 @@ from pla_sglang.fleet.router.control.knobs import ControlKnobs
 from pla_sglang.fleet.router.control.observability.recorder import DecisionRecorder, open_record
 from pla_sglang.fleet.router.control.requests.moves import MoveOrders
 from pla_sglang.fleet.router.control.requests.running_requests import RunningRequests
+from pla_sglang.fleet.router.control.scale_orders import ScaleOrders
 from pla_sglang.fleet.router.control.workers.discovery import Description
 from pla_sglang.fleet.router.control.workers.errors import WorkerError
 from pla_sglang.fleet.router.control.workers.table import Worker
@@ -22,7 +23,7 @@ from pla_sglang.policy.common.pools import PoolEvent
 from pla_sglang.policy.common.predictor import TtftPredictor
 from pla_sglang.policy.dopd.batching import BatchingKnobs
 from pla_sglang.policy.dopd.planner import DopdController
-from pla_sglang.policy.interface.decisions import Migrate, PolicySet, PrefillSample, SetLengthClass, SetRole
+from pla_sglang.policy.interface.decisions import Migrate, PolicySet, PrefillSample, ScaleTo, SetLengthClass, SetRole
 from pla_sglang.policy.interface.fleet import FleetView, InstanceKind, InstanceView, Role
 from pla_sglang.policy.interface.prefill import PrefillClass
 from pla_sglang.policy.pairs import PairRunner
@@ -40,20 +41,28 @@ SetClass = Callable[[InstanceView, PrefillClass | None], None]
 
 
 class RouterEffects(Effects):
-    """What the router can do to a live fleet: labels of stateless instances, and length classes.
+    """What the router can do to a live fleet: labels of stateless instances, length classes, moves, and its size.
 
-    Roles of stock instances are fixed at start-up, and nothing is scaled: the runner refuses it. A label changes at
-    once: requests under way end where they are. A late or a repeated change leaves it as it is.
+    Roles of stock instances are fixed at start-up. A label changes at once: requests under way end where they are. A
+    late or a repeated change leaves it as it is.
 
     Args:
         set_class: tells an instance its new class; the view is changed here.
         orders: takes moves of running requests; None: they are refused.
+        scaling: starts and stops instances; None: that is refused.
     """
 
-    def __init__(self, fleet: FleetView, set_class: SetClass, orders: MoveOrders | None = None) -> None:
+    def __init__(
+        self,
+        fleet: FleetView,
+        set_class: SetClass,
+        orders: MoveOrders | None = None,
+        scaling: ScaleOrders | None = None,
+    ) -> None:
         self._fleet = fleet
         self._set_class = set_class
         self._orders = orders
+        self._scaling = scaling
 
     def set_role(self, action: SetRole, now_s: float) -> Refusal | None:
         instance = action.instance
@@ -74,6 +83,9 @@ class RouterEffects(Effects):
     def migrate(self, action: Migrate, now_s: float) -> Refusal | None:
         return Refusal.UNSUPPORTED if self._orders is None else self._orders.order_move(action)
 
+    def scale(self, action: ScaleTo, now_s: float) -> Refusal | None:
+        return Refusal.UNSUPPORTED if self._scaling is None else self._scaling.scale(action)
+
 
 class LivePolicy:
     """The policy of one router, with its TTFT predictor and its recording.
@@ -82,7 +94,7 @@ class LivePolicy:
 
     Args:
         clock: of the devices; it is set once their time scale is known.
-        set_class: tells an instance its new length class.
+        effects: what can be done to the fleet.
         is_connected: whether KV cache can go from the first instance to the second now.
         on_action: called with kind and reason of every fleet action.
         running: the running requests of each instance. Its ``orders`` take moves of these; their mover, if they have
@@ -95,8 +107,8 @@ class LivePolicy:
         fleet: FleetView,
         *,
         running: RunningRequests,
+        effects: RouterEffects,
         clock: DeviceClock,
-        set_class: SetClass,
         is_connected: Callable[[InstanceView, InstanceView], bool],
         on_action: Callable[[str, str], None],
     ) -> None:
@@ -112,7 +124,7 @@ class LivePolicy:
         self.moves_requests = False  # running requests are listed for it
         self._knobs = knobs
         self._fleet = fleet
-        self._set_class = set_class
+        self._effects = effects
         self._is_connected = is_connected
         self._on_action = on_action
         self._record_file: RecordWriter | None = None
@@ -143,6 +155,11 @@ class LivePolicy:
             stateless=description.kind is InstanceKind.STATELESS,
             migrates=self.orders.mover is not None,
             scales=False,
+            planner=knobs.scaling.planner,
+            instances_min=knobs.scaling.instances_min,
+            instances_max=knobs.scaling.instances_max or Setup.instances_max,
+            plan_interval_s=knobs.scaling.interval_s,
+            headroom=knobs.scaling.headroom,
             pressure_interval_s=knobs.pressure_interval_s,
             pressure_cool_down_s=knobs.pressure_cool_down_s,
             pressure_hysteresis=knobs.pressure_hysteresis,
@@ -150,7 +167,7 @@ class LivePolicy:
             move_rest_s=knobs.moves.rest_s,
             move_pause_s=knobs.moves.pause_s,
             move_gain=knobs.moves.gain,
-            knobs=read_knobs(knobs.policy, knobs.policy_knobs),
+            knobs=read_knobs(knobs.policy, knobs.policy_knobs, knobs.scaling.planner),
         )
         self.profile_name = profile
         self.profile = f"{profile} x {time_scale:g}"
@@ -164,9 +181,8 @@ class LivePolicy:
         self._teaches_predictor = not isinstance(predictor, TtftPredictor)
         self.predictor = TtftPredictor({"": profile_curve(setup.steps)}) if self._teaches_predictor else predictor
         self._list_requests(policy)
-        effects = RouterEffects(self._fleet, self._set_class, self.orders)
         self.runner = PairRunner(
-            policy, self._fleet, effects, recording=self.recorder, on_action=self._on_action, clock=self.clock
+            policy, self._fleet, self._effects, recording=self.recorder, on_action=self._on_action, clock=self.clock
         )
         self.runner.is_connected = self._is_connected
         return self.runner

@@ -8,6 +8,7 @@ from pla_sglang.common.legend.explanations import WORKER_PREFIX
 from pla_sglang.fleet.router.control.policy_setup import LivePolicy
 from pla_sglang.fleet.router.control.request_dispatcher import RequestDispatcher
 from pla_sglang.fleet.router.control.requests.request_record import RequestRecord
+from pla_sglang.fleet.router.control.scale_orders import ScaleOrders
 from pla_sglang.fleet.router.control.workers.table import Worker, WorkerState, WorkerTable
 from pla_sglang.fleet.viewer.history import (
     BOTH_CLASSES,
@@ -108,9 +109,10 @@ def note_move(record: RequestRecord, now_s: float, *, history: FleetHistory, pol
         policy.recorder.write_move(moved)
 
 
-def describe_fleet(dispatcher: RequestDispatcher) -> dict[str, str]:
+def describe_fleet(dispatcher: RequestDispatcher, scaling: ScaleOrders) -> dict[str, str]:
     """The box at the top of the page: names and short texts."""
     runner = dispatcher.policy.runner
+    plan = {"planner": scaling.describe_plan()} if scaling.knobs.plans else {}
     return {
         "policy": dispatcher.knobs.policy,
         "ready": str(sum(worker.is_ready() for worker in dispatcher.table)),
@@ -118,4 +120,5 @@ def describe_fleet(dispatcher: RequestDispatcher) -> dict[str, str]:
         "waiting in the router": str(len(dispatcher.queue)),
         "moves between pools": "0" if runner is None else str(runner.moved.total()),
         "TTFT over predicted, median": f"{dispatcher.admission.correction.quantile(0.5):.3g}",
+        **plan,
     }

@@ -186,7 +186,7 @@ def test_operators_see_wall_time() -> None:
 def read_backlogs(history: History) -> dict[str, dict[tuple[str, str], float]]:
     """By name, and by role and pool."""
     found: dict[str, dict[tuple[str, str], float]] = {}
-    for name, _, labels, value in gauges(history.plane.dispatcher, 0.0):
+    for name, _, labels, value in gauges(history.plane.dispatcher, history.plane.scaling, 0.0):
         if name.startswith("prefill_backlog"):
             found.setdefault(name, {})[labels["role"], labels["pool"]] = value
     return found

@@ -64,7 +64,7 @@ class DecisionRecorder:
         """Also called at each change of a role or a state: the order of such changes is the order of the lists."""
         changed = self._differ.changes(self._fleet)
         if changed:
-            self._write_row(rows.Views(now_s=now_s, changed=changed))
+            self._write_row(rows.Views(now_s=now_s, changed=changed, startup_s=self._fleet.startup_s))
 
     def write_arrival(self, request: RequestView, now_s: float) -> None:
         self.write_views(now_s)

@@ -20,6 +20,7 @@ from pla_sglang.fleet.viewer.history import TtftSums
 from pla_sglang.policy.common.length_errors import ErrorSums
 
 _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+_STARTS_S = (1.0, 2.0, 5.0, 10.0, 20.0, 40.0, 60.0, 90.0, 120.0, 180.0, 300.0, 600.0, 1200.0)
 _NAME = re.compile(r'^([a-z_]+)(?:\{([a-z_]+)="([^"\\]*)"\})?$')
 Row = tuple[str, str, dict[str, str], float]  # name without prefix, help, labels, value
 
@@ -60,10 +61,9 @@ class RouterSeries(Collector):
         self.worker_changes = LabelledCounter(
             registry, "worker_state_changes", "Changes of worker states.", "state", "reason"
         )
+        self.starts = InstanceStarts(registry)
         self.aborts = LabelledCounter(registry, "aborts", "Aborts that the router has ordered at instances.", "outcome")
-        self.peer_lists = LabelledCounter(
-            registry, "peer_lists", "Lists of peers sent to instances, by outcome.", "outcome"
-        )
+        self.peer_lists = LabelledCounter(registry, "peer_lists", "Lists of peers sent out, by outcome.", "outcome")
         self.retries = LabelledCounter(registry, "retries", "Requests sent again, by why.", "reason")
         self.migrations = LabelledCounter(
             registry, "migrations", "Requests that moved to another instance.", "how", "reason"
@@ -244,19 +244,38 @@ class StageSums(_Named):
 class Durations(_Named):
     """A histogram of seconds."""
 
-    def __init__(self, registry: CollectorRegistry, name: str, text: str) -> None:
+    def __init__(self, registry: CollectorRegistry, name: str, text: str, bounds_s: Sequence[float] = _SECONDS) -> None:
         super().__init__(registry, name, text)
-        self._counts = [0] * (len(_SECONDS) + 1)
+        self._bounds_s = bounds_s
+        self._counts = [0] * (len(bounds_s) + 1)
         self._sum_s = 0.0
 
     def observe(self, seconds: float) -> None:
-        self._counts[bisect.bisect_left(_SECONDS, seconds)] += 1
+        self._counts[bisect.bisect_left(self._bounds_s, seconds)] += 1
         self._sum_s += seconds
 
     def collect(self) -> Iterator[Metric]:
-        bounds = [*map(str, _SECONDS), "+Inf"]
+        bounds = [*map(str, self._bounds_s), "+Inf"]
         upto = itertools.accumulate(self._counts)
         yield HistogramMetricFamily(self._name, self._text, list(zip(bounds, upto, strict=True)), self._sum_s)
+
+
+class InstanceStarts:
+    """Instances that a planner has ordered."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._ends = LabelledCounter(
+            registry, "instance_starts", "Instances that the planner has ordered, by how that ended.", "outcome"
+        )
+        self._ready_s = Durations(
+            registry, "instance_start_seconds", "From the order of an instance until it is ready.", _STARTS_S
+        )
+
+    def note_start(self, outcome: str, age_s: float | None = None) -> None:
+        """``age_s``: how long one took that is ready."""
+        self._ends.inc(outcome)
+        if age_s is not None:
+            self._ready_s.observe(age_s)
 
 
 def _make_families(kind: Any, rows: Iterable[Row]) -> Iterable[Metric]:

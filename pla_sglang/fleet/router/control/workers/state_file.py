@@ -29,7 +29,7 @@ class SavedWorker(msgspec.Struct, omit_defaults=True):
 
 
 class SavedState(msgspec.Struct):
-    """The file. ``removed``: addresses of the command line that an operator has removed since."""
+    """The file. ``removed``: addresses that an operator or a planner has removed, and nobody has added since."""
 
     next_number: int = 0
     workers: list[SavedWorker] = []
@@ -44,8 +44,13 @@ class StateFile:
         self._path = path
         self._changed = self._failing = False
 
-    def mark_changed(self, *, removed: str | None = None) -> None:
-        """``removed``: an address that an operator has removed."""
+    def is_removed(self, url: str) -> bool:
+        return url in self.state.removed
+
+    def mark_changed(self, *, removed: str | None = None, added: str | None = None) -> None:
+        """``removed``: an address that an operator or a planner has removed. ``added``: one that may serve again."""
+        if added in self.state.removed:
+            self.state.removed.remove(added)
         if removed is not None and removed not in self.state.removed:
             self.state.removed.append(removed)
         self._changed = True

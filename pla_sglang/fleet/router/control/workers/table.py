@@ -92,6 +92,7 @@ class Worker:
             has not been told of any yet, nor of its own address.
         legs: of a stateless instance, from its last report, or from its last answer where it sends none.
         fits: its step times, from its last answer; its load reports have newer ones, if it sends any.
+        ordered_role: which a planner wants it to have; None: as ``join_role`` says.
         wants_drain: to be drained once it is ready: an operator ordered it before a restart of the router.
         heard_s: when its scheduler last said something: in a load report, or in an answer that it has a part in.
         unasked_s: when nobody last expected it to say anything.
@@ -112,6 +113,7 @@ class Worker:
     misses: int = 0
     refused: int = 0
     leaves: bool = False
+    ordered_role: Role | None = None
     wants_drain: bool = False
     detail: str = ""
     connected_s: dict[int, float] = dataclasses.field(default_factory=dict)
@@ -318,7 +320,7 @@ class WorkerTable:
         view.fixed_role = role is not None
         if role is None:
             others = [other for other in self if other is not worker and other.description is not None]
-            role = join_role(self.split, (other.view.role for other in others))
+            role = worker.ordered_role or join_role(self.split, (other.view.role for other in others))
         self.fleet.set_role(view, role, self.clock.device_s(now_s))
         if self.pools and role is not Role.DECODE:
             view.length_class = description.length_class or self._smaller_pool(worker)

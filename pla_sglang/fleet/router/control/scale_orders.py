@@ -1,0 +1,355 @@
+"""Carries out what a planner wants: has instances started by the actuator, and stopped when they are empty.
+
+    ordered ─► starting ─► ready          an order is for one instance; its number is never used twice
+        └─────────┴─► failed, expired     what there is of it is stopped
+
+The actuator's list is followed: an instance that it has started, for whatever router, is a worker here too. One that is
+to leave drains first (its requests end, or move), leaves the table, and is stopped only then. Of several routers before
+one fleet the one with the actuator's lease scales it. While the actuator is away, what is there goes on serving.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from pla_sglang.common.checks import Choice, Range, check_fields, knob
+from pla_sglang.common.errors import ConfigError
+from pla_sglang.fleet.actuators import open_actuator
+from pla_sglang.fleet.actuators.interface import Actuator, ActuatorError, StartedInstance
+from pla_sglang.fleet.router.control.workers.discovery import Address, parse_url
+from pla_sglang.fleet.router.control.workers.errors import WorkerError
+from pla_sglang.fleet.router.control.workers.state_file import StateFile
+from pla_sglang.fleet.router.control.workers.table import Worker, WorkerState, WorkerTable
+from pla_sglang.fleet.router.control.workers.tasks import Tasks
+from pla_sglang.policy.common.fleet_policy import NO_PLANNER, PLANNER_NAMES
+from pla_sglang.policy.common.start_times import StartTimes
+from pla_sglang.policy.interface.decisions import ScaleTo
+from pla_sglang.policy.interface.fleet import InstanceKind, Role
+from pla_sglang.policy.runner import Refusal
+
+logger = logging.getLogger(__name__)
+FOLLOW_S = 0.5  # between two looks at the actuator's list
+COUNT = Range(1)
+_LIVES = frozenset({"starting", "ready"})  # states of an actuator's instance
+_LEAVES = frozenset({WorkerState.DRAINING, WorkerState.DEAD})
+_KINDS = {Role.PREFILL: "prefill", Role.DECODE: "decode", Role.MIXED: "unified"}  # of instances whose role is fixed
+
+
+@dataclasses.dataclass(frozen=True)
+class ScalingKnobs:
+    """The planner of a router, and what may be done for it. Raises ConfigError."""
+
+    planner: str = knob(
+        NO_PLANNER,
+        f"--planner {{{','.join(PLANNER_NAMES)}}}",
+        "plans how many instances there are; none: as many as there are",
+        allowed=Choice(PLANNER_NAMES),
+        heading="planner",
+    )
+    actuator: str = knob(
+        "", "--actuator KIND:WHERE", "starts and stops instances; local:STATE_FILE of launch_cluster on this machine"
+    )
+    instances_min: int = knob(1, "--instances-min", "that the planner leaves", allowed=COUNT)
+    instances_max: int | None = knob(None, "--instances-max N", "needed with --planner", allowed=COUNT)
+    interval_s: float = knob(
+        60.0, "--plan-interval-s", "between two plans, in device time", allowed=Range(0, unit="s", above=True)
+    )
+    headroom: float = knob(
+        1.0, "--plan-headroom", "the load that is planned for, over the forecast", allowed=Range(0, above=True)
+    )
+    dry_run: bool = knob(
+        False, "--planner-dry-run", "nothing is started or stopped; /pla/state and metrics show what would have been"
+    )
+    start_timeout_s: float = knob(
+        1200.0,
+        "--start-timeout-s",
+        "for an instance that was ordered to be ready; then it is stopped, and counted as expired",
+        allowed=Range(0, unit="s", above=True),
+    )
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.planner == NO_PLANNER:
+            return
+        if self.instances_max is None:
+            raise ConfigError("--planner needs --instances-max; allowed: the most instances that there may be")
+        if self.instances_max < self.instances_min:
+            text = f"--instances-max {self.instances_max} is below --instances-min {self.instances_min}"
+            raise ConfigError(f"{text}; allowed: at least {self.instances_min}")
+        if not self.actuator and not self.dry_run:
+            text = "--planner needs --actuator, which starts and stops instances, or --planner-dry-run"
+            raise ConfigError(f"{text}; allowed: --actuator local:STATE_FILE")
+        if self.actuator:
+            open_actuator(self.actuator)
+
+    @property
+    def plans(self) -> bool:
+        return self.planner != NO_PLANNER
+
+
+@dataclasses.dataclass(slots=True)
+class Order:
+    """An instance that was ordered and is not ready yet.
+
+    Attributes:
+        name: at the actuator.
+    """
+
+    plan: int
+    role: Role
+    ordered_s: float
+    name: str
+
+
+class ScaleOrders:
+    """The planner's hands. Nothing happens before ``start``.
+
+    Args:
+        first_plan: number of the first order, above those of any earlier life of the router: the time in ms, say.
+        on_start: called with how a start has ended, ready, failed or expired, and the wall seconds of one that is
+            ready.
+    """
+
+    def __init__(
+        self,
+        knobs: ScalingKnobs,
+        table: WorkerTable,
+        state_file: StateFile,
+        *,
+        clock: Callable[[], float],
+        first_plan: int,
+        on_start: Callable[[str, float | None], None],
+    ) -> None:
+        self.knobs = knobs
+        self.wanted: dict[Role, int] = {}  # by the last plan; MIXED: of all together
+        self.started, self.stopped = Counter[str](), 0  # starts by how they ended; instances that have left
+        self._table, self._state_file, self._clock = table, state_file, clock
+        self._on_start = on_start
+        self._tasks = Tasks()
+        self._actuator: Actuator | None = None
+        self._times = StartTimes()
+        self._orders: dict[Address, Order] = {}
+        self._ordering = 0  # starts that the actuator has not answered yet
+        self._listed: dict[Address, StartedInstance] = {}  # what the actuator has, when it was last asked
+        self._last_plan = first_plan - 1
+        self._leads = False
+        self._away = ""  # why the actuator does not answer; empty: it does
+        self._gpu_s, self._counted_s = 0.0, None if not knobs.plans else clock()
+
+    def start(self) -> None:
+        if self.knobs.plans and self.knobs.actuator and not self.knobs.dry_run:
+            self._actuator = open_actuator(self.knobs.actuator)
+            self._tasks.spawn(self._follow(self._actuator))
+
+    async def stop(self) -> None:
+        """Instances go on; another router may take the lease."""
+        await self._tasks.close()
+        if self._actuator is not None:
+            await self._actuator.close()
+
+    # -- what the planner wants --------------------------------------------------------------------------------------
+
+    def scale(self, action: ScaleTo) -> Refusal | None:
+        """Orders what is to start, and drains what is to leave. None: under way."""
+        self.wanted[action.role] = action.count
+        refusal = self._find_refusal(action)
+        if refusal is not None:
+            return refusal
+        assert self._actuator is not None
+        for _ in range(action.start):
+            self._last_plan += 1
+            self._ordering += 1
+            self._tasks.spawn(self._start_one(self._actuator, action.role, self._last_plan))
+        for view in action.drain:
+            self._drain(self._table.of(view))
+        if action.start or action.drain:
+            logger.info("planner: %d to start, %d to leave (%s)", action.start, len(action.drain), action.reason.value)
+        return None
+
+    def _find_refusal(self, action: ScaleTo) -> Refusal | None:
+        if self.knobs.dry_run:
+            return Refusal.DRY_RUN
+        if self._actuator is None:
+            return Refusal.UNSUPPORTED
+        if self._away:
+            return Refusal.ACTUATOR_AWAY
+        if not self._leads:
+            return Refusal.NO_LEASE
+        if self._ordering and action.start:
+            return Refusal.REPEATED
+        strangers = [view for view in action.drain if self._table.of(view).address not in self._listed]
+        if strangers:
+            return Refusal.UNSUPPORTED
+        least, most = self.knobs.instances_min, self.knobs.instances_max
+        staying = sum(worker.state not in _LEAVES for worker in self._table) - len(action.drain)
+        if (action.drain and staying < least) or (action.start and most is not None and staying + action.start > most):
+            return Refusal.OUT_OF_BOUNDS
+        return None
+
+    def _drain(self, worker: Worker) -> None:
+        if worker.state is not WorkerState.DEAD:
+            self._table.drain(worker, self._clock(), then_remove=True)
+        self._state_file.mark_changed(removed=worker.url)
+
+    # -- starts ------------------------------------------------------------------------------------------------------
+
+    async def _start_one(self, actuator: Actuator, role: Role, plan: int) -> None:
+        ordered_s = self._clock()
+        try:
+            started = await actuator.start_instance(self._choose_kind(role), plan)
+        except ActuatorError as error:
+            self._end_start("failed", f"order {plan}: {error}")
+            return
+        finally:
+            self._ordering -= 1
+        worker = self._adopt(started, role)
+        if worker is not None:
+            self._orders[worker.address] = Order(plan, role, ordered_s, started.name)
+
+    def _choose_kind(self, role: Role) -> str:
+        """That of the instances which have the role now; stateless ones take any."""
+        kinds = [worker.view.kind for worker in self._table if worker.description is not None]
+        if InstanceKind.STATELESS in kinds:
+            return InstanceKind.STATELESS.value
+        return _KINDS.get(role, role.value)
+
+    def _adopt(self, started: StartedInstance, role: Role | None = None) -> Worker | None:
+        """Its worker, a new one where the router has none there. None: it cannot be one."""
+        try:
+            address = parse_url(started.url)
+            worker = self._table.at(address)
+            if worker is None:
+                self._state_file.mark_changed(added=started.url)
+                worker = self._table.add(address, self._clock())
+        except WorkerError as error:
+            logger.error("planner: %s cannot be a worker: %s", started.name, error)
+            return None
+        if role is not None and worker.description is None:
+            worker.ordered_role = role
+            self._table.fleet.set_role(worker.view, role, self._table.clock.device_s(self._clock()))
+        return worker
+
+    def _end_start(self, outcome: str, detail: str, age_s: float | None = None) -> None:
+        self.started[outcome] += 1
+        self._on_start(outcome, age_s)
+        log = logger.info if outcome == "ready" else logger.error
+        log("planner: a start is over: %s (%s)", outcome, detail)
+
+    # -- the actuator's list -----------------------------------------------------------------------------------------
+
+    async def _follow(self, actuator: Actuator) -> None:
+        while True:
+            try:
+                self._leads = actuator.lease.acquire()
+                listed = await actuator.list_instances()
+            except ActuatorError as error:
+                if not self._away:
+                    logger.error("planner: nothing is started or stopped until the actuator answers: %s", error)
+                self._away = str(error)
+            else:
+                if self._away:
+                    logger.info("planner: the actuator answers again")
+                self._away = ""
+                await self._follow_list(actuator, listed)
+            await asyncio.sleep(FOLLOW_S)
+
+    async def _follow_list(self, actuator: Actuator, listed: Sequence[StartedInstance]) -> None:
+        self._last_plan = max([self._last_plan, *(one.plan for one in listed if one.plan is not None)])
+        self._listed = {parse_url(one.url): one for one in listed}
+        for address, one in self._listed.items():
+            removed = self._state_file.is_removed(one.url)
+            if one.plan is not None and one.state in _LIVES and self._table.at(address) is None and not removed:
+                self._adopt(one)
+        now_s = self._clock()
+        for address, order in list(self._orders.items()):
+            if self._judge_start(address, order, now_s):
+                del self._orders[address]
+        if self._leads:
+            for one in self._find_leftovers():
+                await self._stop_one(actuator, one)
+
+    def _judge_start(self, address: Address, order: Order, now_s: float) -> bool:
+        """True if the start is over."""
+        worker, one = self._table.at(address), self._listed.get(address)
+        age_s = now_s - order.ordered_s
+        if worker is not None and worker.is_ready():
+            self._note_ready(worker, order, age_s)
+            return True
+        if worker is None or one is None or one.state not in _LIVES:
+            self._end_start("failed", f"{order.name} has ended while it was starting, or was removed")
+        elif age_s > self.knobs.start_timeout_s:
+            self._end_start("expired", f"{order.name} is not ready after {age_s:.0f} s")
+        else:
+            return False
+        if worker is not None:
+            self._drain(worker)
+        return True
+
+    def _note_ready(self, worker: Worker, order: Order, age_s: float) -> None:
+        device_clock = self._table.clock
+        self._times.add(device_clock.device_s(age_s))
+        self._table.fleet.startup_s = self._times.estimate_s()
+        worker.view.ready_s = device_clock.device_s(self._clock())
+        self._end_start("ready", f"{order.name} after {age_s:.1f} s", age_s)
+
+    def _find_leftovers(self) -> list[StartedInstance]:
+        """What has left the table by the planner's wish, and what has ended by itself of what a plan had started."""
+        gone = {address: one for address, one in self._listed.items() if self._table.at(address) is None}
+        return [
+            one
+            for one in gone.values()
+            if (one.state in _LIVES and self._state_file.is_removed(one.url))
+            or (one.state == "dead" and one.plan is not None)
+        ]
+
+    async def _stop_one(self, actuator: Actuator, one: StartedInstance) -> None:
+        try:
+            await actuator.stop_instance(one.name)
+        except ActuatorError as error:
+            logger.error("planner: %s could not be stopped, which is tried again: %s", one.name, error)
+            return
+        self.stopped += one.state in _LIVES
+
+    # -- what can be seen --------------------------------------------------------------------------------------------
+
+    def count_gpus(self, now_s: float) -> float:
+        """GPU-hours of all instances since the start of the planner, by wall time; to be called often. Those that are
+        starting are counted as the first one that has said what it is."""
+        if self._counted_s is not None:
+            known = [worker.view.tensor_parallel for worker in self._table if worker.description is not None]
+            like = known[0] if known else 1
+            gpus = sum(worker.view.tensor_parallel if worker.description else like for worker in self._table)
+            self._gpu_s += gpus * (now_s - self._counted_s)
+            self._counted_s = now_s
+        return self._gpu_s / 3600
+
+    def describe_plan(self) -> str:
+        """For the page of the fleet, in a few words."""
+        counts = ", ".join(f"{count} {role.value}" for role, count in self.wanted.items())
+        way = "dry run" if self.knobs.dry_run else "actuator away" if self._away else f"{len(self._orders)} starting"
+        return f"{self.knobs.planner}: {counts or 'no plan yet'}; {way}"
+
+    def to_dict(self, now_s: float) -> dict[str, Any] | None:
+        """For /pla/state; None without a planner."""
+        knobs = self.knobs
+        if not knobs.plans:
+            return None
+        return {
+            "planner": knobs.planner,
+            "dry_run": knobs.dry_run,
+            "bounds": [knobs.instances_min, knobs.instances_max],
+            "wanted": {role.value: count for role, count in self.wanted.items()},
+            "leads": self._leads,
+            "lease_owner": "" if self._actuator is None else self._actuator.lease.owner,
+            "actuator_error": self._away,
+            "starting": {order.name: round(now_s - order.ordered_s, 3) for order in self._orders.values()},
+            "starts": dict(self.started),
+            "stopped": self.stopped,
+            "startup_s": self._table.fleet.startup_s,
+            "gpu_hours": self.count_gpus(now_s),
+        }
