@@ -5,7 +5,8 @@ three times the mean; chat lengths (LMSYS-like prompts, ShareGPT-4 answers). Ins
 the compression. An arm is POLICY+PLANNER. Beside each stands the smallest fixed fleet, in hindsight, whose attainment
 is at most half a point below the arm's: policy ``combined`` without a planner on that many instances.
 
-Simulated. ``lower_bound_gpu_hours``: the fewest that any planner could have used; not computed yet.
+Simulated; live: ``elastic_live``. ``lower_bound_gpu_hours``: the fewest with which anybody could have had the arm's
+attainment (``simulate lower-bound``), with as many instances at the least.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from bench.harness.report import Cells, emit, environment, markdown, progress_ba
 from pla_sglang.common.checks import require
 from pla_sglang.sim.core.experiment import Experiment, ExperimentResult, run_experiment
 from pla_sglang.sim.metrics.goodput import Slo
+from pla_sglang.sim.planning.lower_bound import BoundTask, find_lower_bound
 from pla_sglang.sim.workload import Trace, length_model
 
 ARMS = ("combined+dopd", "dopd+dopd", "combined+threshold", "combined+sla")
@@ -95,6 +97,11 @@ class SimulatedFleets:
             self._fixed[instances] = Figures.of(run_experiment(experiment, self._trace))
         return self._fixed[instances]
 
+    def bound_hours(self, attainment: float) -> float:
+        """The fewest GPU-hours that this attainment takes, whoever plans."""
+        task = BoundTask(attainment, self._base.startup_s or 0.0, floor=self._base.instances_min)
+        return find_lower_bound(self._base, self._trace, task).lower_bound_gpu_hours
+
     def smallest_fixed(self, attainment: float) -> int | None:
         """The least number of instances with this attainment, which is taken to rise with it; None: above the most."""
         low, high = 0, 1
@@ -118,7 +125,7 @@ def simulate_arm(name: str, fleets: SimulatedFleets) -> dict[str, Any]:
         "gpu_hours_vs_fixed": None if fixed is None else figures.gpu_hours / fixed.gpu_hours,
         "fixed_instances": instances,
         "fixed_attainment": None if fixed is None else fixed.attainment,
-        "lower_bound_gpu_hours": None,
+        "lower_bound_gpu_hours": fleets.bound_hours(figures.attainment),
     }
 
 
@@ -126,11 +133,11 @@ def simulate_arm(name: str, fleets: SimulatedFleets) -> dict[str, Any]:
 
 
 def table(arms: Mapping[str, Mapping[str, Any]]) -> Cells:
-    header = ["arm", "GPU h", "attainment", "over fixed", "fixed instances", "attainment", "started", "left"]
+    header = ["arm", "GPU h", "lower bound", "attainment", "over fixed", "fixed instances", "attainment", "started", "left"]
     rows = []
     for name, one in arms.items():
         ratio, fixed, kept = one["gpu_hours_vs_fixed"], one["fixed_instances"], one["fixed_attainment"]
-        cells = [f"{one['gpu_hours']:.2f}", f"{one['attainment']:.4f}"]
+        cells = [f"{one[key]:.2f}" for key in ("gpu_hours", "lower_bound_gpu_hours")] + [f"{one['attainment']:.4f}"]
         cells += ["-", "-", "-"] if ratio is None else [f"{ratio:.2f}", str(fixed), f"{kept:.4f}"]
         rows.append([f"`{name}`", *cells, str(one["scale_outs"]), str(one["scale_ins"])])
     return header, rows

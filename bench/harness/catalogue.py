@@ -22,6 +22,7 @@ _ALL = (
     Bench("check.verified", "5 min/trace", "engines, traces"),
     Bench("compare.chat", "5 min", "engines"),
     Bench("compare.elastic", "4 min", "nothing", results="simulated"),
+    Bench("compare.elastic_live", "45 min", "engines", results="emulated"),
     Bench("compare.hol", "15 min", "engines"),
     Bench("compare.low_load", "10 min", "engines"),
     Bench("compare.overload", "8 min", "engines"),

@@ -1,0 +1,78 @@
+"""The live half of the bench of fleets that grow and shrink: its router's flags, its hours, its comparison."""
+
+from __future__ import annotations
+
+import argparse
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.compare import elastic_live
+from bench.compare.elastic_live import FIXED, InstanceHours, choose_fixed, compare, page, router_flags
+from bench.compare.elastic import make_day
+from bench.harness.catalogue import BENCHES
+from pla_sglang.common.errors import ConfigError
+from pla_sglang.launch_router import read_config
+
+
+def options(*given: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    elastic_live.add_arguments(parser)
+    return parser.parse_args(given)
+
+
+def test_the_router_takes_the_flags_of_an_arm() -> None:
+    flags = router_flags("dopd", Path("fleet.state.json"), options("--time-scale", "4", "--instances-max", "6"))
+    control = read_config(flags)[0].control
+    assert (control.scaling.planner, control.scaling.instances_max) == ("dopd", 6)
+    assert control.slo_ttft_s == pytest.approx(4 * elastic_live.SLO.ttft_s), "the router's targets are wall time"
+    assert not read_config(router_flags("", Path("x"), options()))[0].control.scaling.plans
+
+
+def test_hours_are_those_of_the_instances_that_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts, done = [2, 2, 3, 3], threading.Event()
+
+    def fetch(url: str) -> dict[str, Any]:
+        if len(counts) == 1:
+            done.set()
+        return {"workers": [{}] * (counts.pop(0) if len(counts) > 1 else counts[0])}
+
+    monkeypatch.setattr(elastic_live, "LOOK_S", 0.01)
+    monkeypatch.setattr(elastic_live.servers, "fetch", fetch)
+    with InstanceHours("http://router") as counted:
+        assert done.wait(20.0)
+    assert counted.most == 3
+    assert counted.hours > 0
+
+
+def row(hours: float, sim_hours: float) -> dict[str, Any]:
+    return {
+        **{"gpu_hours": hours, "sim_gpu_hours": sim_hours, "attainment": 0.99, "sim_attainment": 1.0},
+        **{"aborted": 0, "tokens_wrong": 0, "requests": 10, "tokens_verified": 100, "ttft_p99_s": 1.0},
+        **{"most_instances": 4, "starts": {"ready": 2}, "startup_s": None if hours == 4.0 else 2.0},
+    }
+
+
+def test_arms_are_compared_with_the_fixed_fleet() -> None:
+    arms = {FIXED: row(4.0, 2.0), "combined+dopd": row(2.0, 1.5)}
+    compare(arms)
+    assert arms["combined+dopd"]["gpu_hours_vs_fixed"] == 0.5
+    assert arms["combined+dopd"]["sim_gpu_hours_vs_fixed"] == 0.75
+    settings = {name: 1.0 for name in elastic_live.SETTINGS} | {"profile": "p"}
+    text = page({"arms": arms, **settings, "environment": {"plugin_commit": "abc"}})
+    assert "| `combined+dopd` | 2.00 | 0.50 | 0.75 |" in text
+    assert "2 x 2.0" in text
+
+
+def test_a_day_that_needs_too_many_instances_is_refused() -> None:
+    given = options("--rate", "60", "--day-s", "40", "--instances-max", "2", "--startup-s", "1")
+    with pytest.raises(ConfigError, match="--rate 60 needs"):
+        choose_fixed("combined+sla", make_day(60.0, 40.0, seed=1), given)
+
+
+@pytest.mark.parametrize(("flags", "said"), [(["--arms", "combined+x"], "'x'"), (["--day-s", "0"], "--day-s 0")])
+def test_what_cannot_be_is_refused(flags: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert BENCHES["elastic_live"].main(flags) == 2
+    assert said in capsys.readouterr().err
