@@ -23,6 +23,10 @@ class StartTimes:
         require("start-up seconds", seconds, 0)
         self._recent_s.append(seconds)
 
+    def to_list(self) -> list[float]:
+        """Those that count, to be added again after a restart."""
+        return list(self._recent_s)
+
     def estimate_s(self) -> float | None:
         """None before the first start."""
         return median(self._recent_s) if self._recent_s else None

@@ -133,6 +133,9 @@ class ScaleOrders:
         self._tasks = Tasks()
         self._actuator: Actuator | None = None
         self._times = StartTimes()
+        for seconds in state_file.state.starts_s if knobs.plans else ():
+            self._times.add(seconds)
+        table.fleet.startup_s = self._times.estimate_s()
         self._orders: dict[Address, Order] = {}
         self._ordering = 0  # starts that the actuator has not answered yet
         self._listed: dict[Address, StartedInstance] = {}  # what the actuator has, when it was last asked
@@ -294,6 +297,8 @@ class ScaleOrders:
         device_clock = self._table.clock
         self._times.add(device_clock.device_s(age_s))
         self._table.fleet.startup_s = self._times.estimate_s()
+        self._state_file.state.starts_s = self._times.to_list()
+        self._state_file.mark_changed()
         worker.view.ready_s = device_clock.device_s(self._clock())
         self._end_start("ready", f"{order.name} after {age_s:.1f} s", age_s)
 

@@ -140,6 +140,16 @@ async def test_an_instance_that_is_ordered_serves_once_it_is_ready(actuator: Fak
         assert "pla_router_gpu_hours" in text
 
 
+async def test_how_long_starts_take_is_known_after_a_restart(actuator: FakeActuator, tmp_path: Path) -> None:
+    async with scaled(actuator, memory_file=tmp_path / "memory.json") as one:
+        assert grow(one) is None
+        await one.until(lambda: planner(one)["startup_s"])
+        took_s = planner(one)["startup_s"]
+    actuator.rows.clear()
+    async with scaled(actuator, memory_file=tmp_path / "memory.json") as one:
+        assert one.plane.table.fleet.startup_s == took_s
+
+
 async def test_one_that_leaves_finishes_what_it_has_and_is_stopped_only_then(actuator: FakeActuator) -> None:
     async with scaled(actuator) as one:
         assert grow(one) is None

@@ -29,11 +29,17 @@ class SavedWorker(msgspec.Struct, omit_defaults=True):
 
 
 class SavedState(msgspec.Struct):
-    """The file. ``removed``: addresses that an operator or a planner has removed, and nobody has added since."""
+    """The file.
+
+    Attributes:
+        removed: addresses that an operator or a planner has removed, and nobody has added since.
+        starts_s: how long the last instances took to start that a planner had ordered, in device time.
+    """
 
     next_number: int = 0
     workers: list[SavedWorker] = []
     removed: list[str] = []
+    starts_s: list[float] = []
 
 
 class StateFile:
