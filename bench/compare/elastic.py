@@ -133,7 +133,17 @@ def simulate_arm(name: str, fleets: SimulatedFleets) -> dict[str, Any]:
 
 
 def table(arms: Mapping[str, Mapping[str, Any]]) -> Cells:
-    header = ["arm", "GPU h", "lower bound", "attainment", "over fixed", "fixed instances", "attainment", "started", "left"]
+    header = [
+        "arm",
+        "GPU h",
+        "lower bound",
+        "attainment",
+        "over fixed",
+        "fixed instances",
+        "attainment",
+        "started",
+        "left",
+    ]
     rows = []
     for name, one in arms.items():
         ratio, fixed, kept = one["gpu_hours_vs_fixed"], one["fixed_instances"], one["fixed_attainment"]

@@ -3,10 +3,10 @@
     python -m bench elastic_live
 
 Each arm has a cluster of its own: stateless engines, ``launch_router --planner`` in front, and the cluster's actuator,
-which starts real processes. The day, its lengths and its targets are those of ``elastic``. ``fixed``: no planner, on the
-fewest instances whose attainment in the simulator is at most half a point below that of the first arm there. GPU-hours
-are those of all instances that the router lists, starting and draining ones included, in device time. Beside each arm
-stands the simulator, with the start-up time that the arm's router has measured.
+which starts real processes. The day, its lengths and its targets are those of ``elastic``. ``fixed``: no planner, on
+the fewest instances whose attainment in the simulator is at most half a point below that of the first arm there.
+GPU-hours are those of all instances that the router lists, starting and draining ones included, in device time. Beside
+each arm stands the simulator, with the start-up time that the arm's router has measured.
 
 Exit status 1: a request failed, or a token was wrong.
 """
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -132,7 +131,7 @@ def base_of(options: argparse.Namespace, startup_s: float) -> Experiment:
 
 
 def choose_fixed(name: str, trace: Trace, options: argparse.Namespace) -> int:
-    """The fewest instances that do as well as this arm, both simulated. Raises ConfigError where too many are needed."""
+    """The fewest instances that do as well as this arm, both simulated. Raises ConfigError for a day with too much."""
     fleets = SimulatedFleets(base_of(options, options.startup_s), trace)
     found = fleets.smallest_fixed(fleets.run_arm(name).attainment - MARGIN)
     if found is None or found > options.instances_max:
@@ -141,7 +140,9 @@ def choose_fixed(name: str, trace: Trace, options: argparse.Namespace) -> int:
     return found
 
 
-def simulate(name: str, fixed: int, row: Mapping[str, Any], trace: Trace, options: argparse.Namespace) -> dict[str, Any]:
+def simulate(
+    name: str, fixed: int, row: Mapping[str, Any], trace: Trace, options: argparse.Namespace
+) -> dict[str, Any]:
     """What the simulator says of this arm, with the start-up time that was measured."""
     fleets = SimulatedFleets(base_of(options, row["startup_s"] or options.startup_s), trace)
     said = fleets.run_fixed(fixed) if name == FIXED else fleets.run_arm(name)

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from bench.compare import elastic_live
+from bench.compare.elastic import Figures, SimulatedFleets, make_day
 from bench.compare.elastic_live import FIXED, InstanceHours, choose_fixed, compare, page, router_flags
-from bench.compare.elastic import make_day
 from bench.harness.catalogue import BENCHES
 from pla_sglang.common.errors import ConfigError
 from pla_sglang.launch_router import read_config
@@ -49,9 +49,18 @@ def test_hours_are_those_of_the_instances_that_are_listed(monkeypatch: pytest.Mo
 
 def row(hours: float, sim_hours: float) -> dict[str, Any]:
     return {
-        **{"gpu_hours": hours, "sim_gpu_hours": sim_hours, "attainment": 0.99, "sim_attainment": 1.0},
-        **{"aborted": 0, "tokens_wrong": 0, "requests": 10, "tokens_verified": 100, "ttft_p99_s": 1.0},
-        **{"most_instances": 4, "starts": {"ready": 2}, "startup_s": None if hours == 4.0 else 2.0},
+        "gpu_hours": hours,
+        "sim_gpu_hours": sim_hours,
+        "attainment": 0.99,
+        "sim_attainment": 1.0,
+        "aborted": 0,
+        "tokens_wrong": 0,
+        "requests": 10,
+        "tokens_verified": 100,
+        "ttft_p99_s": 1.0,
+        "most_instances": 4,
+        "starts": {"ready": 2},
+        "startup_s": None if hours == 4.0 else 2.0,
     }
 
 
@@ -60,16 +69,18 @@ def test_arms_are_compared_with_the_fixed_fleet() -> None:
     compare(arms)
     assert arms["combined+dopd"]["gpu_hours_vs_fixed"] == 0.5
     assert arms["combined+dopd"]["sim_gpu_hours_vs_fixed"] == 0.75
-    settings = {name: 1.0 for name in elastic_live.SETTINGS} | {"profile": "p"}
+    settings = dict.fromkeys(elastic_live.SETTINGS, 1.0) | {"profile": "p"}
     text = page({"arms": arms, **settings, "environment": {"plugin_commit": "abc"}})
     assert "| `combined+dopd` | 2.00 | 0.50 | 0.75 |" in text
     assert "2 x 2.0" in text
 
 
-def test_a_day_that_needs_too_many_instances_is_refused() -> None:
-    given = options("--rate", "60", "--day-s", "40", "--instances-max", "2", "--startup-s", "1")
-    with pytest.raises(ConfigError, match="--rate 60 needs"):
-        choose_fixed("combined+sla", make_day(60.0, 40.0, seed=1), given)
+@pytest.mark.parametrize("found", [None, elastic_live.MOST_LIVE + 1])
+def test_a_day_that_needs_too_many_instances_is_refused(found: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SimulatedFleets, "run_arm", lambda self, name: Figures(1.0, 1.0))
+    monkeypatch.setattr(SimulatedFleets, "smallest_fixed", lambda self, attainment: found)
+    with pytest.raises(ConfigError, match="--rate 22 needs"):
+        choose_fixed("combined+sla", make_day(1.0, 20.0, seed=1), options())
 
 
 @pytest.mark.parametrize(("flags", "said"), [(["--arms", "combined+x"], "'x'"), (["--day-s", "0"], "--day-s 0")])
