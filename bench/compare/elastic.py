@@ -93,7 +93,7 @@ class SimulatedFleets:
 
     def run_fixed(self, instances: int) -> Figures:
         if instances not in self._fixed:
-            experiment = dataclasses.replace(self._base, policy=FIXED_POLICY, instances=instances)
+            experiment = dataclasses.replace(self._base, policy=FIXED_POLICY, instances=instances, instances_max=None)
             self._fixed[instances] = Figures.of(run_experiment(experiment, self._trace))
         return self._fixed[instances]
 

@@ -125,6 +125,7 @@ def base_of(options: argparse.Namespace, startup_s: float) -> Experiment:
         profile=options.profile,
         startup_s=startup_s,
         plan_interval_s=options.plan_interval_s,
+        instances=options.instances_min,
         instances_min=options.instances_min,
         instances_max=options.instances_max,
     )
