@@ -176,8 +176,8 @@ def table(arms: Mapping[str, Mapping[str, Any]]) -> Cells:
 
 def page(result: Result) -> str:
     fixed = result["arms"][FIXED]
-    foot = f"{fixed['requests']:,} requests, {fixed['tokens_verified']:,} tokens checked; `{result['profile']}`, time scale"
-    foot += f" {result['time_scale']:g},\na day of {result['day_s']:g} s, a plan every"
+    foot = f"{fixed['requests']:,} requests, {fixed['tokens_verified']:,} tokens checked; `{result['profile']}`,"
+    foot += f" time scale {result['time_scale']:g},\na day of {result['day_s']:g} s, a plan every"
     foot += f" {result['plan_interval_s']:g} s, all in device time; seed {result['seed']}."
     foot += f" Commit {result['environment']['plugin_commit']}."
     return "\n\n".join([markdown(*table(result["arms"]), right=True), foot])
