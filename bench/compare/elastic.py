@@ -171,17 +171,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, default=Path("bench_out"), help="folder of the result")
 
 
-def base_of(options: argparse.Namespace) -> Experiment:
+def base_of(options: argparse.Namespace, *, startup_s: float, most: int) -> Experiment:
+    """``most``: instances that a planner may have."""
     return Experiment(
         FIXED_POLICY,
         SLO,
         engine="temporal",
         mixed=True,
         profile=options.profile,
-        startup_s=options.startup_s,
+        startup_s=startup_s,
         plan_interval_s=options.plan_interval_s,
+        instances=options.instances_min,
         instances_min=options.instances_min,
-        instances_max=FIXED_MOST,
+        instances_max=most,
     )
 
 
@@ -198,7 +200,7 @@ def run(options: argparse.Namespace) -> int:
     """Raises ConfigError."""
     require("--rate", options.rate, 0, above=True)
     require("--day-s", options.day_s, 0, above=True)
-    about, base = environment(), base_of(options)
+    about, base = environment(), base_of(options, startup_s=options.startup_s, most=FIXED_MOST)
     names = read_arms(options.arms, base)
     trace = make_day(options.rate, options.day_s, options.seed)
     fleets, arms = SimulatedFleets(base, trace), {}

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from bench.compare.elastic import FIXED_MOST, FIXED_POLICY, MARGIN, SLO, SimulatedFleets, make_day, read_arms
+from bench.compare.elastic import FIXED_MOST, FIXED_POLICY, MARGIN, SLO, SimulatedFleets, base_of, make_day, read_arms
 from bench.harness import cli, servers
 from bench.harness.bench import Result, measuring
 from bench.harness.live_fleet import LiveFleet, running_fleet
@@ -30,7 +30,6 @@ from bench.harness.report import Cells, emit, environment, markdown, say, show
 from pla_sglang.common.checks import require
 from pla_sglang.common.errors import ConfigError
 from pla_sglang.profiles.load import load_profile
-from pla_sglang.sim.core.experiment import Experiment
 from pla_sglang.sim.workload import Trace
 
 FIXED = "fixed"
@@ -116,24 +115,13 @@ def measure_arm(name: str, instances: int, trace: Trace, options: argparse.Names
 # -- the simulator beside it -------------------------------------------------------------------------------------------
 
 
-def base_of(options: argparse.Namespace, startup_s: float) -> Experiment:
-    return Experiment(
-        FIXED_POLICY,
-        SLO,
-        engine="temporal",
-        mixed=True,
-        profile=options.profile,
-        startup_s=startup_s,
-        plan_interval_s=options.plan_interval_s,
-        instances=options.instances_min,
-        instances_min=options.instances_min,
-        instances_max=options.instances_max,
-    )
+def fleets_of(trace: Trace, startup_s: float, options: argparse.Namespace) -> SimulatedFleets:
+    return SimulatedFleets(base_of(options, startup_s=startup_s, most=options.instances_max), trace)
 
 
 def choose_fixed(name: str, trace: Trace, options: argparse.Namespace) -> int:
     """The fewest instances that do as well as this arm, both simulated. Raises ConfigError for a day with too much."""
-    fleets = SimulatedFleets(base_of(options, options.startup_s), trace)
+    fleets = fleets_of(trace, options.startup_s, options)
     found = fleets.smallest_fixed(fleets.run_arm(name).attainment - MARGIN)
     if found is None or found > options.instances_max:
         needed = f"more than {FIXED_MOST}" if found is None else str(found)
@@ -145,7 +133,7 @@ def simulate(
     name: str, fixed: int, row: Mapping[str, Any], trace: Trace, options: argparse.Namespace
 ) -> dict[str, Any]:
     """What the simulator says of this arm, with the start-up time that was measured."""
-    fleets = SimulatedFleets(base_of(options, row["startup_s"] or options.startup_s), trace)
+    fleets = fleets_of(trace, row["startup_s"] or options.startup_s, options)
     said = fleets.run_fixed(fixed) if name == FIXED else fleets.run_arm(name)
     return {"sim_gpu_hours": said.gpu_hours, "sim_attainment": said.attainment}
 
@@ -202,7 +190,7 @@ def run(options: argparse.Namespace) -> int:
     for flag, value in (("--rate", options.rate), ("--day-s", options.day_s), ("--time-scale", options.time_scale)):
         require(flag, value, 0, above=True)
     about = environment()
-    names = read_arms(options.arms, base_of(options, options.startup_s))
+    names = read_arms(options.arms, base_of(options, startup_s=options.startup_s, most=options.instances_max))
     trace = make_day(options.rate, options.day_s, options.seed)
     fixed = choose_fixed(names[0], trace, options)
     arms: dict[str, dict[str, Any]] = {}
