@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from e2e.test_cluster_scaling import LIMIT_S, listens, ready_workers
+from e2e.test_cluster_scaling import LIMIT_S, ready_workers
 from e2e.test_router_control import call
 from support.serving import until
 
@@ -46,14 +46,16 @@ def test_a_fleet_grows_under_load_and_shrinks_after_it(cluster: dict[str, Any]) 
             statuses.append(call(f"{url}/generate", {"input_ids": ids, "sampling_params": {"max_new_tokens": 4}})[0])
             turn += 1
 
+    def has_stopped_what_it_started() -> bool:
+        state = planner(url)
+        return bool(state["stopped"] == state["starts"]["ready"])
+
     until(lambda: planner(url)["leads"], what="the router has the lease")
     senders = [threading.Thread(target=send, args=(number,), daemon=True) for number in range(THREADS)]
     for sender in senders:
         sender.start()
     try:
-        until(lambda: len(ready_workers(url)) == 2, patience_s=LIMIT_S, what="a second instance serves")
-        newcomer = next(one for one in listed(cluster) if one.get("plan") is not None)
-        until(lambda: planner(url)["starts"].get("ready") == 1, what="its start was measured")
+        until(lambda: planner(url)["starts"].get("ready"), patience_s=LIMIT_S, what="a second instance was ready")
         assert planner(url)["startup_s"] > 0
     finally:
         over.set()
@@ -61,11 +63,11 @@ def test_a_fleet_grows_under_load_and_shrinks_after_it(cluster: dict[str, Any]) 
             sender.join()
     until(lambda: len(ready_workers(url)) == 1, patience_s=LIMIT_S, what="one has left")
     until(lambda: len(listed(cluster)) == 1, patience_s=LIMIT_S, what="and was stopped")
-    until(lambda: planner(url)["stopped"] == 1, what="which is counted")
+    until(has_stopped_what_it_started, what="which is counted")
+    assert set(planner(url)["starts"]) == {"ready"}, "a busy machine may make it grow more than once"
     assert set(statuses) == {200}, "nothing fails while the fleet grows and shrinks"
     assert call(f"{url}/generate", {"text": "q", "sampling_params": {"max_new_tokens": 2}})[0] == 200
-    left = {one["url"] for one in listed(cluster)}
-    assert (newcomer["url"] in left) == listens(newcomer["url"])
+    assert {one["url"] for one in listed(cluster)} == set(ready_workers(url))
     assert "Traceback" not in Path(cluster["log"]).read_text(errors="replace")
 
 

@@ -367,6 +367,7 @@ class ControlPlane:
             worker.wants_drain = False
             self.table.drain(worker, now_s, then_remove=worker.leaves)
             return
+        self.scaling.on_worker_change(worker)
         if self.policy.runner is not None:
             self.policy.runner.record_views(now_s)
         self._state_file.mark_changed()

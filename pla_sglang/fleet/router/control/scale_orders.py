@@ -14,7 +14,7 @@ import asyncio
 import dataclasses
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from pla_sglang.common.checks import Choice, Range, check_fields, knob
@@ -213,6 +213,7 @@ class ScaleOrders:
         worker = self._adopt(started, role)
         if worker is not None:
             self._orders[worker.address] = Order(plan, role, ordered_s, started.name)
+            self.on_worker_change(worker)  # the list may have been faster
 
     def _choose_kind(self, role: Role) -> str:
         """That of the instances which have the role now; stateless ones take any."""
@@ -237,6 +238,21 @@ class ScaleOrders:
             self._table.fleet.set_role(worker.view, role, self._table.clock.device_s(self._clock()))
         return worker
 
+    def on_worker_change(self, worker: Worker) -> None:
+        """A start is over at the moment when its worker is ready: the plan may have it drain in the next one."""
+        if worker.is_ready() and (order := self._orders.pop(worker.address, None)) is not None:
+            self._note_ready(worker, order)
+
+    def _note_ready(self, worker: Worker, order: Order) -> None:
+        now_s, device_clock = self._clock(), self._table.clock
+        age_s = now_s - order.ordered_s
+        self._times.add(device_clock.device_s(age_s))
+        self._table.fleet.startup_s = self._times.estimate_s()
+        self._state_file.state.starts_s = self._times.to_list()
+        self._state_file.mark_changed()
+        worker.view.ready_s = device_clock.device_s(now_s)
+        self._end_start("ready", f"{order.name} after {age_s:.1f} s", age_s)
+
     def _end_start(self, outcome: str, detail: str, age_s: float | None = None) -> None:
         self.started[outcome] += 1
         self._on_start(outcome, age_s)
@@ -249,8 +265,8 @@ class ScaleOrders:
         while True:
             try:
                 self._leads = actuator.lease.acquire()
-                listed = await actuator.list_instances()
-            except ActuatorError as error:
+                listed = {parse_url(one.url): one for one in await actuator.list_instances()}
+            except (ActuatorError, WorkerError) as error:
                 if not self._away:
                     logger.error("planner: nothing is started or stopped until the actuator answers: %s", error)
                 self._away = str(error)
@@ -261,10 +277,12 @@ class ScaleOrders:
                 await self._follow_list(actuator, listed)
             await asyncio.sleep(FOLLOW_S)
 
-    async def _follow_list(self, actuator: Actuator, listed: Sequence[StartedInstance]) -> None:
-        self._last_plan = max([self._last_plan, *(one.plan for one in listed if one.plan is not None)])
-        self._listed = {parse_url(one.url): one for one in listed}
-        for address, one in self._listed.items():
+    async def _follow_list(self, actuator: Actuator, listed: dict[Address, StartedInstance]) -> None:
+        self._last_plan = max([self._last_plan, *(one.plan for one in listed.values() if one.plan is not None)])
+        for address in self._listed.keys() - listed.keys():
+            self._forget_removal(self._listed[address])
+        self._listed = listed
+        for address, one in listed.items():
             removed = self._state_file.is_removed(one.url)
             if one.plan is not None and one.state in _LIVES and self._table.at(address) is None and not removed:
                 self._adopt(one)
@@ -276,13 +294,15 @@ class ScaleOrders:
             for one in self._find_leftovers():
                 await self._stop_one(actuator, one)
 
+    def _forget_removal(self, gone: StartedInstance) -> None:
+        """Nobody needs to remember that an instance was removed which a plan had started, and which is no more."""
+        if gone.plan is not None and self._state_file.is_removed(gone.url):
+            self._state_file.mark_changed(added=gone.url)
+
     def _judge_start(self, address: Address, order: Order, now_s: float) -> bool:
-        """True if the start is over."""
+        """True if the start has come to nothing."""
         worker, one = self._table.at(address), self._listed.get(address)
         age_s = now_s - order.ordered_s
-        if worker is not None and worker.is_ready():
-            self._note_ready(worker, order, age_s)
-            return True
         if worker is None or one is None or one.state not in _LIVES:
             self._end_start("failed", f"{order.name} has ended while it was starting, or was removed")
         elif age_s > self.knobs.start_timeout_s:
@@ -292,15 +312,6 @@ class ScaleOrders:
         if worker is not None:
             self._drain(worker)
         return True
-
-    def _note_ready(self, worker: Worker, order: Order, age_s: float) -> None:
-        device_clock = self._table.clock
-        self._times.add(device_clock.device_s(age_s))
-        self._table.fleet.startup_s = self._times.estimate_s()
-        self._state_file.state.starts_s = self._times.to_list()
-        self._state_file.mark_changed()
-        worker.view.ready_s = device_clock.device_s(self._clock())
-        self._end_start("ready", f"{order.name} after {age_s:.1f} s", age_s)
 
     def _find_leftovers(self) -> list[StartedInstance]:
         """What has left the table by the planner's wish, and what has ended by itself of what a plan had started."""

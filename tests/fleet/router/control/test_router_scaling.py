@@ -165,7 +165,30 @@ async def test_one_that_leaves_finishes_what_it_has_and_is_stopped_only_then(act
         await one.until(lambda: actuator.stopped == [name])
         await one.until(lambda: planner(one)["stopped"] == 1)
         assert one.plane.table.at(leaving.address) is None
-        assert leaving.url in one.plane._state_file.state.removed, "a router that starts again does not ask for it"
+        removed = one.plane._state_file.state.removed  # one that was given at the start is not asked for at the next
+        await one.until(lambda: (leaving.url in removed) == name.startswith("old"))
+
+
+async def test_a_newcomer_that_leaves_as_soon_as_it_is_ready_was_ready(actuator: FakeActuator) -> None:
+    async with scaled(actuator) as one:
+        assert grow(one) is None
+        await one.ready(3)
+        url = one.plane.table.by_number[2].url
+        assert shrink(one, 2) is None, "before the actuator's list is looked at again"
+        await one.until(lambda: actuator.stopped == ["new-1"])
+        await one.until(lambda: planner(one)["stopped"] == 1)
+        assert planner(one)["starts"] == {"ready": 1}
+        await one.until(lambda: url not in one.plane._state_file.state.removed)
+
+
+async def test_a_list_with_an_address_that_cannot_be_read_is_no_answer(actuator: FakeActuator) -> None:
+    async with scaled(actuator) as one:
+        actuator.rows["odd"] = StartedInstance("odd", "http://[", "stateless", "ready", 9)
+        await one.until(lambda: planner(one)["actuator_error"])
+        assert grow(one) is Refusal.ACTUATOR_AWAY
+        del actuator.rows["odd"]
+        await one.until(lambda: not planner(one)["actuator_error"])
+        assert grow(one) is None
 
 
 async def test_bounds_hold_whatever_a_plan_says(actuator: FakeActuator) -> None:
