@@ -28,7 +28,6 @@ from pla_sglang.common.errors import ConfigError, PlaError
 from pla_sglang.fleet.actuators.cluster_socket import require_state_file, send_command
 from pla_sglang.fleet.actuators.interface import ActuatorError
 from pla_sglang.fleet.cluster.children import ClusterError
-from pla_sglang.fleet.cluster.engine_flags import check_engine_arguments
 from pla_sglang.fleet.cluster.lean import lean_environment
 from pla_sglang.fleet.cluster.logs import is_poll
 from pla_sglang.fleet.cluster.ports import free_port
@@ -42,7 +41,10 @@ from pla_sglang.fleet.cluster.spec import (
 )
 from pla_sglang.fleet.cluster.stateless_flags import check_stateless_arguments
 from pla_sglang.fleet.cluster.supervisor import Supervisor
+from pla_sglang.launch_server import own_arguments
+from pla_sglang.plugin.config import check_texts
 from pla_sglang.plugin.platform import value_of
+from pla_sglang.plugin.start_checks import check_flags
 from pla_sglang.sim.emulate.arguments import with_emulation
 
 if TYPE_CHECKING:
@@ -195,7 +197,8 @@ def check_members(config: ClusterConfig) -> None:
     for kind in KINDS:
         if config.counts.get(kind):
             arguments = [*config.common, *config.own.get(kind, ())]
-            check_engine_arguments([*arguments, *(("--pla-stateless",) if kind == "stateless" else ())], flags)
+            check_flags(arguments, others=flags, whose=": neither of the cluster nor of its engines")
+            check_texts(own_arguments([*arguments, *(("--pla-stateless",) if kind == "stateless" else ())]))
             if kind == "stateless":
                 check_stateless_arguments(arguments)
     if config.router == "pla":

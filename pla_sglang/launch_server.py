@@ -2,7 +2,7 @@
 
 Takes every flag of ``python -m sglang.launch_server`` and passes it on. Without ``--model-path`` on a machine without
 an accelerator it serves the embedded demo model. ``--print-config`` prints our part of the configuration, as a file for
-``--config``, and ends.
+``--config``, and ends; ``--help-pla`` prints our flags. Mistakes are told before SGLang is imported.
 """
 
 from __future__ import annotations
@@ -14,24 +14,54 @@ from typing import Any
 
 from pla_sglang.common import cli
 from pla_sglang.common.errors import ConfigError
+from pla_sglang.common.terminal import EXIT_INTERRUPTED
 from pla_sglang.plugin.config import PlaConfig, add_cli_args, check_texts, from_texts
+from pla_sglang.plugin.start_checks import FILE_FLAG, check_start
+from pla_sglang.plugin.start_watch import StartWatch
 from pla_sglang.sim.emulate.arguments import names_model, with_emulation
 
-FILE_FLAG = "--config"
+NAME = "launch_server"
+HELP_FLAG = "--help-pla"
+HELP_FLAGS = frozenset({"-h", "--help"})
 OWN_PREFIXES = ("--pla-", "--prefill-disagg")
+
+watch = StartWatch(NAME)
 
 
 def main(argv: list[str] | None = None) -> None:
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if HELP_FLAG in arguments:
+        print_own_help()
+        return
     try:
-        arguments = list(sys.argv[1:] if argv is None else argv)
         own = own_arguments(arguments)
         if cli.PRINT_FLAG in arguments:
             cli.print_config(from_texts(own))
             return
         check_texts(own)  # once more by SGLang's parser, which is a long import away
-        arguments = with_model(with_emulation(arguments))
+        if not HELP_FLAGS & set(arguments):
+            _check_start(arguments)
+        watch.begin()
+        serve(arguments)
     except ConfigError as error:
         raise SystemExit(cli.report_error(error)) from None
+    except KeyboardInterrupt:  # once it served
+        print(f"{NAME}: interrupted", file=sys.stderr, flush=True)
+        raise SystemExit(EXIT_INTERRUPTED) from None
+    finally:
+        watch.end()
+
+
+def _check_start(arguments: list[str]) -> None:
+    try:
+        check_start(arguments)
+    except OSError as error:
+        raise SystemExit(f"error: {error}") from None
+
+
+def serve(arguments: list[str]) -> None:
+    """Until the server ends. Raises ConfigError for what cannot be started."""
+    arguments = with_model(with_emulation(arguments))
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
@@ -41,10 +71,23 @@ def main(argv: list[str] | None = None) -> None:
     from sglang.srt.utils import kill_process_tree
 
     server_args = prepare_server_args(arguments)
+    watch.end()  # what serves no HTTP hears Ctrl-C as ever; see ``before_launch``
     try:
         run_server(server_args)
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
+
+
+def print_own_help() -> None:
+    """Our flags alone, at once: with those of SGLang they are the end of 2,400 lines."""
+    parser = cli.Parser(
+        "python -m pla_sglang.launch_server",
+        usage="%(prog)s [FLAGS OF SGLANG] [FLAGS BELOW]",
+        description="SGLang's launcher with prefill-length-aware scheduling. All flags of SGLang: --help.",
+        add_help=False,
+    )
+    add_cli_args(parser)
+    print(parser.format_help(), end="")
 
 
 def own_arguments(arguments: Sequence[str]) -> dict[str, Sequence[Any]]:
@@ -75,7 +118,7 @@ def with_model(arguments: list[str]) -> list[str]:
 
     Raises ConfigError for a ``--config`` file that cannot be read.
     """
-    if names_model(arguments) or {"-h", "--help"} & set(arguments):
+    if names_model(arguments) or HELP_FLAGS & set(arguments):
         return arguments
     from pla_sglang.plugin.demo import demo_model_path
     from pla_sglang.plugin.platform import is_active
@@ -104,6 +147,7 @@ def _require_plugin() -> None:
 
 def before_launch(server_args: Any, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Print a request that works once the server is up; one half of a pair answers none by itself."""
+    watch.begin()  # until ``before_serving``
     then: Callable[[], None] | None = kwargs.get("launch_callback")
     if server_args.disaggregation_mode != "null":
         return (server_args, *args), kwargs
@@ -114,6 +158,12 @@ def before_launch(server_args: Any, *args: Any, **kwargs: Any) -> tuple[tuple[An
             then()
 
     return (server_args, *args), {**kwargs, "launch_callback": ready}
+
+
+def before_serving(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """All processes are there, and uvicorn takes Ctrl-C from here on."""
+    watch.end()
+    return args, kwargs
 
 
 def curl_line(server_args: Any) -> str:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from bench.harness.bench import BenchError
 from bench.harness.report import installed_sglang, say_left_out
-from pla_sglang.fleet.cluster.engine_flags import flags_of_sglang, read_argument_sources
+from pla_sglang.plugin.start_checks import flags_of_sglang, read_argument_sources
 
 STOCK = "stock"
 OURS = "ours"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import socket
 import subprocess
 import sys
 import time
@@ -10,8 +13,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 from support.forked_servers import ForkParent
+from support.serving import until
 
 pytestmark = pytest.mark.e2e
 
@@ -95,3 +100,24 @@ def test_help_shows_our_flags(fork_parent: ForkParent, tmp_path: Path) -> None:
     assert done.returncode == 0
     assert "Prefill-length-aware scheduling (pla_sglang):" in done.stdout
     assert "--prefill-disagg {off,temporal,spatial,dopd}" in done.stdout
+
+
+def test_ctrl_c_while_a_server_starts_is_one_line(tmp_path: Path) -> None:
+    """Its scheduler and its detokenizer are importing SGLang then, and hear nothing of it."""
+    log = tmp_path / "log"
+    with log.open("w") as file, socket.create_server(("127.0.0.1", 0)) as free:
+        command = [sys.executable, "-m", OURS, "--port", str(free.getsockname()[1])]
+        free.close()
+        server = subprocess.Popen(command, stdout=file, stderr=file, start_new_session=True)
+    try:
+        own = psutil.Process(server.pid)
+        until(lambda: len(own.children()) >= 3, patience_s=240.0, what="its processes start")  # and a resource tracker
+        family = own.children(recursive=True)
+        os.killpg(server.pid, signal.SIGINT)
+        assert server.wait(timeout=60) == 130
+        assert log.read_text().splitlines().count("launch_server: interrupted") == 1
+        assert "Traceback" not in log.read_text()
+        assert psutil.wait_procs(family, timeout=60)[1] == []
+    finally:
+        server.kill()
+        server.wait()

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from pla_sglang import launch_server
+from pla_sglang.common.cli import flags_of
 from pla_sglang.common.errors import ConfigError
+from pla_sglang.plugin.config import PlaConfig
 from pla_sglang.plugin.demo import demo_model_path
+from pla_sglang.plugin.start_checks import check_start
 from pla_sglang.sim.chain import model_path
 from pla_sglang.sim.emulate.arguments import names_model, with_emulation
 
+NO_MODEL = "--model-path /no/model: no such file or folder; allowed: one that exists, or a name of the Hub"
 START = """
 import sys
 from pla_sglang import launch_server
@@ -34,11 +40,53 @@ except SystemExit as end:
             "--pla-boundary 'abc' is not a whole number; allowed: 1 to 1048576 tokens, or 'auto'",
         ),
         (["--prefill-disagg", "both"], "--prefill-disagg 'both' is not known; allowed: off, temporal, spatial, dopd"),
+        (["--prefil-disagg", "temporal"], "unknown argument '--prefil-disagg'; did you mean '--prefill-disagg'?"),
+        (
+            ["--chunked-prefil-size=8"],
+            "unknown argument '--chunked-prefil-size'; did you mean '--chunked-prefill-size'?",
+        ),
+        (["--model-path", "/no/model"], NO_MODEL),
+        (["--config", "{file}"], NO_MODEL),
+        (["--port", "70000"], "--port 70000 is out of range; allowed: 0 to 65535"),
     ],
 )
-def test_a_bad_value_is_told_before_sglang_is_imported(arguments: list[str], line: str) -> None:
+def test_a_mistake_is_told_before_sglang_is_imported(arguments: list[str], line: str, tmp_path: Path) -> None:
+    file = tmp_path / "server.yaml"
+    file.write_text("model_path: /no/model\n")
+    arguments = [part.format(file=file) for part in arguments]
     done = subprocess.run([sys.executable, "-c", START, *arguments], capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("2\n", f"error: {line}\n")
+
+
+def test_a_port_that_is_taken_is_told_before_sglang_is_imported(taken_port: int) -> None:
+    command = [sys.executable, "-m", "pla_sglang.launch_server", "--port", str(taken_port)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    line = f"error: --host 127.0.0.1 --port {taken_port}: Address already in use\n"
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", line)
+
+
+@pytest.fixture
+def taken_port() -> Iterator[int]:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        yield taken.getsockname()[1]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--mem-frac", "0.5", "--tp", "1", "--model-path", "org/name", "--port", "0"],
+        ["--model-path", "{folder}", "--port", "many"],
+        ["--port", "{taken}", "--tokenizer-worker-num", "2"],
+    ],
+)
+def test_what_only_sglang_can_judge_is_left_to_it(arguments: list[str], taken_port: int, tmp_path: Path) -> None:
+    check_start([part.format(folder=tmp_path, taken=taken_port) for part in arguments])
+
+
+def test_our_flags_are_shown_without_sglang(capsys: pytest.CaptureFixture[str]) -> None:
+    launch_server.main(["--help-pla"])
+    shown = capsys.readouterr().out
+    assert all(declared.knob.name in shown for declared in flags_of(PlaConfig))
 
 
 def test_a_bad_value_for_graphs_is_told_by_sglangs_parser_alone(

@@ -206,6 +206,7 @@ LOOKED_UP = {
     ),
     "hop.serve": ("sglang.srt.entrypoints.http_server.launch_server", "_setup_and_run_http_server"),
     "launch.ready": ("sglang.launch_server.run_server", "launch_server"),
+    "launch.serve": ("sglang.srt.entrypoints.http_server.launch_server", "_setup_and_run_http_server"),
 }
 
 # What differs on a newer host.

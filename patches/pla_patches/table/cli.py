@@ -130,4 +130,14 @@ CLI = (
         verify="e2e: make serve prints a curl line",
         exit="Cosmetic; whenever it is in the way.",
     ),
+    Subscriber(
+        id="launch.serve",
+        group=Group.LAUNCHER,
+        key="http_server.setup_and_run_http_server",
+        hook=Hook.BEFORE,
+        handler="pla_sglang.launch_server:before_serving",
+        why="Ctrl-C while a server starts is one line and no traceback of its processes; from here on it is SGLang's.",
+        verify="tests/plugin/test_start_watch.py; e2e: Ctrl-C while a server starts",
+        exit="When SGLang ends quietly at Ctrl-C while it starts.",
+    ),
 )

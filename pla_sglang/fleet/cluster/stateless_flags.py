@@ -10,12 +10,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pla_sglang.common.cli import Parser, load_yaml
-from pla_sglang.fleet.cluster.engine_flags import known_flags
 from pla_sglang.fleet.cluster.spec import TRANSFER_BACKEND, TRANSFER_FLAG
 from pla_sglang.fleet.stateless.checks import VARIABLES, check_stateless
-from pla_sglang.launch_server import FILE_FLAG
 from pla_sglang.plugin import config as pla_config
 from pla_sglang.plugin.config import PlaConfig
+from pla_sglang.plugin.start_checks import FILE_FLAG, known_flags
 
 # SGLang's flags of the arguments that the engine's check reads, whichever version has them; the first of each has the
 # argument's name.

@@ -177,7 +177,7 @@ def run_engine(argv: list[str]) -> int:
 
     sys.argv = ["pla_sglang.launch_server", *argv]
     fork_workers()
-    launch_server.main(argv)
+    launch_server.serve(argv)  # the cluster has checked them all
     return 0
 
 

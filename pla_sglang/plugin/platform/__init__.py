@@ -60,14 +60,15 @@ def is_wanted(argv: Sequence[str], environ: Mapping[str, str]) -> bool:
     return not _other_platform_installed() and not accelerator_found()
 
 
-def value_of(arguments: Sequence[str], flag: str) -> str | None:
-    """Value of the last ``flag X`` or ``flag=X``, as argparse would take it."""
+def value_of(arguments: Sequence[str], *flags: str) -> str | None:
+    """Value of the last ``flag X`` or ``flag=X`` of any of ``flags``, as argparse would take it."""
     value = None
     for position, argument in enumerate(arguments):
-        if argument == flag and position + 1 < len(arguments):
+        name, equals, text = argument.partition("=")
+        if name in flags and equals:
+            value = text
+        elif name in flags and position + 1 < len(arguments):
             value = arguments[position + 1]
-        elif argument.startswith(flag + "="):
-            value = argument.partition("=")[2]
     return value
 
 

@@ -11,12 +11,12 @@ from pla_sglang.common.errors import ConfigError
 from pla_sglang.plugin.config import PlaConfig
 from pla_sglang.plugin.engine.host.arguments import resolve
 from pla_sglang.plugin.platform import value_of
+from pla_sglang.plugin.start_checks import FILE_FLAG
 from pla_sglang.profiles import load_profile
 from pla_sglang.sim.chain import model_path
 
 FLAG = "--pla-emulate"
 MODEL_FLAGS = ("--model-path", "--model")
-FILE_FLAG = "--config"
 MAX_RUNNING_REQUESTS = 512
 CHUNKED_PREFILL_TOKENS = 8192  # SGLang's own choice on an 80 GB GPU
 
@@ -50,7 +50,7 @@ def names_model(arguments: Sequence[str]) -> bool:
     file = value_of(arguments, FILE_FLAG)
     keys = cli.load_yaml(file) if file is not None else {}
     in_file = any(f"--{cli.key_of(key)}" in MODEL_FLAGS for key in keys)
-    return in_file or any(value_of(arguments, flag) is not None for flag in MODEL_FLAGS)
+    return in_file or value_of(arguments, *MODEL_FLAGS) is not None
 
 
 def around_from_cli_args(original: Callable[..., Any], cls: Any, args: argparse.Namespace) -> Any:

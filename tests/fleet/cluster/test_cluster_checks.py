@@ -15,7 +15,6 @@ import pytest
 
 from pla_sglang import launch_cluster
 from pla_sglang.fleet.cluster.children import ClusterError
-from pla_sglang.fleet.cluster.engine_flags import known_flags
 from pla_sglang.fleet.cluster.instance import Instance, State
 from pla_sglang.fleet.cluster.logs import LastErrors, LineReader, is_poll
 from pla_sglang.fleet.cluster.spec import ClusterConfig, instances, router_arguments
@@ -24,6 +23,7 @@ from pla_sglang.fleet.cluster.supervisor import CHAIN_ANSWERS, Supervisor
 from pla_sglang.fleet.stateless import checks
 from pla_sglang.launch_cluster import check_members, main, read_config, scaled_by_planner, with_load_reports
 from pla_sglang.plugin.engine.host.arguments import find_split_attention
+from pla_sglang.plugin.start_checks import known_flags
 from pla_sglang.sim.chain import model_path
 
 PAIR = {"prefill": 1, "decode": 1}
