@@ -17,7 +17,7 @@ LINES = {
     (WorkerState.READY, WorkerReason.OPERATOR): "ready again: an operator has taken its drain back",
     (WorkerState.SUSPECT, WorkerReason.HEALTH): "suspect, gets no new requests: it has missed health checks",
     (WorkerState.SUSPECT, WorkerReason.BREAKER): "suspect, gets no new requests: requests have failed there",
-    (WorkerState.DRAINING, WorkerReason.OPERATOR): "draining: an operator wants no new requests there",
+    (WorkerState.DRAINING, WorkerReason.OPERATOR): "draining: by order it gets no new requests",
     (WorkerState.DRAINING, WorkerReason.ENDING): "draining: it was told to end, and finishes what it has",
     (WorkerState.DEAD, WorkerReason.NO_ANSWER): "lost: nobody listens there any more",
     (WorkerState.DEAD, WorkerReason.RESTARTED): "lost: another process answers at its address",
@@ -51,7 +51,7 @@ class WorkerLog:
         """Says once who has drained, and why somebody who starts is not ready."""
         for worker in workers:
             if worker.state is WorkerState.DRAINING and worker.load.is_idle():
-                self._log_once(logging.INFO, worker, "drained: it has finished its requests")
+                self._log_once(logging.INFO, worker, "drained: its requests have ended or moved away")
             elif worker.state is WorkerState.STARTING and worker.detail:
                 self._log_once(logging.WARNING, worker, f"not ready yet: {worker.detail}")
 
