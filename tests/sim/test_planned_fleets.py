@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from pathlib import Path
@@ -21,6 +22,7 @@ from pla_sglang.sim.core.config import InstanceSpec
 from pla_sglang.sim.core.experiment import Experiment, ExperimentResult, run_experiment
 from pla_sglang.sim.core.samples import GONE, ROLE_ORDER
 from pla_sglang.sim.metrics.goodput import Slo
+from pla_sglang.sim.report.run_page import make_run_page
 from pla_sglang.sim.workload import Arrivals, Trace, generated_trace, length_model
 
 SLO = Slo(2.0, 0.1)
@@ -62,6 +64,31 @@ def test_a_fleet_grows_for_a_surge_and_shrinks_after_it(policy: str, planner: st
     assert counts["scale_ins"] >= 1
     assert 2 <= min(ready) < max(ready) <= 8
     assert outcome.result.gpu_hours < GPUS * max(ready) * outcome.result.end_s / 3600
+
+
+def test_the_log_of_the_planner_agrees_with_the_run() -> None:
+    outcome = plan("combined", "dopd")
+    result, log = outcome.result, outcome.result.plans
+    assert [plan.at_s for plan in log.plans] == pytest.approx([5.0 * (1 + place) for place in range(len(log.plans))])
+    assert [round(one.ended_s - one.ordered_s, 6) for one in log.starts] == [10.0] * result.counts["scale_outs"]
+    assert {one.outcome for one in log.starts} == {"ready"}
+    points = list(log.points)
+    for at_s, ready in zip(result.samples.at_s, ready_counts(outcome), strict=True):
+        before = [point for point in points if point.at_s < at_s]
+        if before and before[-1].counts == points[min(len(before), len(points) - 1)].counts:
+            assert before[-1].counts.ready == ready
+    assert points[-1].gpu_hours == pytest.approx(result.gpu_hours)
+    assert max(one.planned for one in log.plans) == max(point.counts.ready + point.counts.starting for point in points)
+    assert all(one.gpu_hours <= later.gpu_hours for one, later in itertools.pairwise(points))
+
+
+def test_the_page_has_a_planner_only_where_there_is_one() -> None:
+    def headings(outcome: ExperimentResult) -> set[str]:
+        return {section.heading for section in make_run_page([outcome], SURGE, {}, target=0.9).sections}
+
+    assert "Planner: combined" in headings(plan("combined", "threshold"))
+    assert "Planner: dopd" not in headings(run_experiment(Experiment("round-robin", SLO, profile=PROFILE), SURGE))
+    assert "Planner: dopd" in headings(run_experiment(Experiment("dopd", SLO, profile=PROFILE, instances=2), SURGE))
 
 
 def test_thresholds_count_the_backlog() -> None:

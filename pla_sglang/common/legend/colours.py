@@ -32,6 +32,16 @@ STATE_COLOURS: Mapping[str, str] = {
 # Pools of prompts by length; "both" where an instance takes all. No role has these.
 CLASS_COLOURS: Mapping[str, str] = {"short": "#CCBB44", "long": "#AA3377", "both": "#9aa7b8"}
 
+# Of a planner: what it wants and expects, beside what is there.
+PLAN_COLOURS: Mapping[str, str] = {
+    "ready": REASON_COLOUR,
+    "starting": STATE_COLOURS["starting"],
+    "draining": STATE_COLOURS["draining"],
+    "planned": "#AA3377",
+    "load": "#7f8fa6",
+    "forecast": "#228833",
+}
+
 # Policies on a page: none is a role's colour. Readable on light and dark ground; Tol's "bright".
 POLICY_COLOURS = ("#AA3377", "#228833", "#4477AA", "#EE6677", "#CCBB44", "#66CCEE", "#BBBBBB")
 

@@ -15,8 +15,9 @@ from collections.abc import Mapping
 from importlib import resources
 from typing import Any
 
-from pla_sglang.common.legend.colours import CLASS_COLOURS, ROLE_COLOURS, STATE_COLOURS
+from pla_sglang.common.legend.colours import CLASS_COLOURS, PLAN_COLOURS, ROLE_COLOURS, STATE_COLOURS
 from pla_sglang.common.legend.explanations import FLEET, MOVE, UNKNOWN, WORKER, WORKER_PREFIX
+from pla_sglang.common.legend.plan import PLAN_FIGURES
 from pla_sglang.common.legend.style import read_base_style
 
 CONTENT_TYPE = "text/html; charset=utf-8"
@@ -68,7 +69,7 @@ def _read_style() -> str:
 
 
 def _read_script() -> str:
-    return _read_asset("fleet.js") + _read_asset("view.js")
+    return "".join(map(_read_asset, ("fleet.js", "panels.js", "planner.js", "view.js")))
 
 
 def _fill_template(texts: Mapping[str, str], policy: str) -> str:
@@ -91,6 +92,8 @@ def _describe_legend() -> dict[str, Any]:
         "roles": {role.value: colour for role, colour in ROLE_COLOURS.items()},
         "states": dict(STATE_COLOURS),
         "classes": dict(CLASS_COLOURS),
+        "plan": dict(PLAN_COLOURS),
+        "figures": dict(PLAN_FIGURES),
         "reasons": reasons,
         "unknown": UNKNOWN,
     }

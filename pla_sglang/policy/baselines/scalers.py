@@ -20,6 +20,7 @@ from pla_sglang.common.checks import Range, check_fields, knob, require, require
 from pla_sglang.policy.baselines.migration import used_share
 from pla_sglang.policy.common.forecast import Forecaster, LastValue, next_values
 from pla_sglang.policy.common.load_meter import LoadMeter
+from pla_sglang.policy.common.plan_log import Forecast, Look
 from pla_sglang.policy.common.predictor import PredictingPolicy, TtftPredictor
 from pla_sglang.policy.common.scaling import Limits, PhaseScaling, Scaling, Wanted, steps_ahead
 from pla_sglang.policy.common.tables import DecodeTable, PrefillTable
@@ -60,21 +61,25 @@ class ThresholdScaler:
         self.predictor = predictor
         self.interval_s = knobs.interval_s
         self._scaling = scaling or PhaseScaling(Limits(most=knobs.role_max), together=False)
+        self.look: Look | None = None  # for ``plan_log.py``
         self._changed_s: dict[Role, float] = {}  # MIXED: of the whole fleet
 
     def tick(self, fleet: FleetView, now_s: float) -> list[FleetAction]:
         scaling = self._scaling
         if isinstance(scaling, Scaling):
-            wanted = self._judge(scaling, (self._backlog(fleet.prefill_capable()), _used(fleet.ready)), fleet, now_s)
+            backlog, used = self._backlog(fleet.prefill_capable()), _used(fleet.ready)
+            wanted = self._judge(scaling, (backlog, used), fleet, now_s)
             actions = [wanted if isinstance(wanted, Hold) else scaling.decide(wanted, fleet, now_s)]
         else:
             prefills, decodes = scaling.prefills, scaling.decodes
+            backlog, used = self._backlog(prefills.members(fleet)), _used(decodes.members(fleet))
             actions = scaling.decide(
-                self._judge(prefills, (self._backlog(prefills.members(fleet)),), fleet, now_s),
-                self._judge(decodes, (_used(decodes.members(fleet)),), fleet, now_s),
+                self._judge(prefills, (backlog,), fleet, now_s),
+                self._judge(decodes, (used,), fleet, now_s),
                 fleet,
                 now_s,
             )
+        self.look = {"prefill_utilisation": Forecast(backlog, None), "decode_utilisation": Forecast(used, None)}
         self._changed_s |= {action.role: now_s for action in actions if isinstance(action, ScaleTo)}
         return actions
 
@@ -148,6 +153,7 @@ class SlaScaler(Observer):
         self._scaling = scaling or PhaseScaling(Limits(most=knobs.role_max), together=False)
         self.prefill_table, self.decode_table = prefill, decode
         self.interval_s = knobs.interval_s
+        self.look: Look | None = None  # for ``plan_log.py``
         self._meter = LoadMeter()
         self._series = [forecaster() for _ in range(3)]  # input, output, rate
 
@@ -157,6 +163,9 @@ class SlaScaler(Observer):
             return [Hold(FleetReason.NO_DATA)]
         ended = (sample.input_tokens, sample.output_tokens, sample.rate_per_s)
         values = next_values(self._series, ended, steps_ahead(fleet, self.interval_s) if self._looks_ahead else 1)
+        expected = [None] * len(ended) if values is None else values
+        figures = ("input_tokens", "output_tokens", "requests_per_s")
+        self.look = {name: Forecast(*of) for name, *of in zip(figures, ended, expected, strict=True)}
         if values is None:
             return [Hold(FleetReason.NO_DATA)]
         input_tokens, output_tokens, rate = values

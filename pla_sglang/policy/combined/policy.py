@@ -49,6 +49,7 @@ from pla_sglang.policy.combined.colocation import ColocationMode, FleetMode
 from pla_sglang.policy.combined.cost import InstanceCost
 from pla_sglang.policy.combined.stall_budget import InPlace
 from pla_sglang.policy.common.joining import join_pools
+from pla_sglang.policy.common.plan_log import Look
 from pla_sglang.policy.common.predictor import TtftPredictor
 from pla_sglang.policy.dopd.dispatch import DopdDispatcher
 from pla_sglang.policy.dopd.planner import DopdController
@@ -290,6 +291,11 @@ class CombinedPolicy(Observer):
         actions += self._split(fleet, now_s)
         actions += self._level(fleet, now_s)
         return actions
+
+    @property
+    def look(self) -> Look | None:
+        """Its planner's, for ``plan_log.py``."""
+        return None if self.parts.planner is None else self.parts.planner.look
 
     def _plan(self, fleet: FleetView, now_s: float) -> list[FleetAction]:
         planner = self.parts.planner

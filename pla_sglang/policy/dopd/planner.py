@@ -28,6 +28,7 @@ from collections.abc import Callable, Sequence
 from pla_sglang.common.checks import Range, check_fields, knob, require
 from pla_sglang.policy.common.forecast import Corrected, Forecaster, LastValue, next_values
 from pla_sglang.policy.common.load_meter import LoadMeter, LoadSample
+from pla_sglang.policy.common.plan_log import Look, compare_loads
 from pla_sglang.policy.common.scaling import Limits, PhaseScaling, Wanted, steps_ahead
 from pla_sglang.policy.common.tables import DecodeTable, PrefillTable
 from pla_sglang.policy.dopd.batching import BatchingKnobs
@@ -209,6 +210,7 @@ class DopdController(Observer):
         self.looks_ahead = looks_ahead
         self.interval_s = planner.knobs.interval_s
         self.last_plan: FleetPlan | None = None
+        self.look: Look | None = None  # for ``plan_log.py``
         self.batching: BatchingKnobs | None = None  # what prefill instances are to be told; None: nothing yet
         self._series: list[Forecaster] = [Corrected(forecaster()) if corrected else forecaster() for _ in range(4)]
         self._meter = LoadMeter()
@@ -224,6 +226,7 @@ class DopdController(Observer):
             return [Hold(FleetReason.NO_DATA)]
         self._correct(fleet, now_s)
         load = self.forecast(sample, steps_ahead(fleet, self.interval_s) if self.looks_ahead else 1)
+        self.look = compare_loads(sample, load)
         if load is None:
             return [Hold(FleetReason.NO_DATA)]
         self.batching = self.planner.plan_batching(load, max(1, len(fleet.prefill_capable())))

@@ -153,6 +153,7 @@ class Controller(Protocol):
     """Changes the fleet. ``interval_s`` is the time between two ticks.
 
     One that answers ``Migrate`` has an attribute ``moves_requests`` that is True: drivers list running requests for it.
+    One that plans how many instances there are has a ``look`` (``policy/common/plan_log.py``).
     """
 
     interval_s: float

@@ -12,12 +12,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pla_sglang.policy.common.plan_log import PlanLog
 from pla_sglang.sim.core.closed import ClosedLoop, session_loop
 from pla_sglang.sim.core.cluster import Cluster
 from pla_sglang.sim.core.config import InstanceFault, LinkFault, Policies, SimConfig
 from pla_sglang.sim.core.errors import SimConfigError, SimError
 from pla_sglang.sim.core.idle import IdleTime
 from pla_sglang.sim.core.kernel import Kernel, Priority
+from pla_sglang.sim.core.plan_watch import PlanWatch
 from pla_sglang.sim.core.request import SimRequest
 from pla_sglang.sim.core.samples import Sampler, Samples
 from pla_sglang.sim.metrics.goodput import Served
@@ -44,6 +46,7 @@ class RunResult:
         counts: migrations, restarts and the like; ``scale_outs``, ``scale_ins``: instances that a policy or a planner
             has started and told to leave.
         lengths: what was learned of answers to come, and how far it was off; see ``JudgedPredictor.to_dict``.
+        plans: what a planner saw and wanted over time, and the fleet beside it; empty without one.
         gpu_hours: of all GPUs, from the start of their instance to ``end_s``. A policy's timer that runs on is no work.
         end_s: virtual time at which the last request ended.
         events: handled by the kernel; wall_s, cpu_s: how long that took.
@@ -67,6 +70,7 @@ class RunResult:
     counts: dict[str, int]
     lengths: dict[str, Any]
     samples: Samples
+    plans: PlanLog
     gpu_hours: float
     end_s: float
     events: int
@@ -119,6 +123,12 @@ class Simulation:
         self._ticks = 0
         self._idle = IdleTime(controller.interval_s for controller in policies.controllers)
         self._idle_gpu_s = 0.0  # in the time that was left out
+        self._plans = PlanWatch(
+            self.cluster.fleet,
+            policies.controllers,
+            clock=lambda: self.kernel.now_s + self._idle.left_out_s,
+            gpu_hours=lambda: self._count_gpus(self.kernel.now_s),
+        )
         self._left_out_s = [0.0] * len(trace)  # before the arrival of each request; none is open while time is left out
         self._active = (0, 0.0)  # events that were no ticks, and when they last grew
         self._progress: Progress | None = None
@@ -148,7 +158,9 @@ class Simulation:
         self.kernel.run()
         if not self.cluster.ledger.complete:
             raise SimError(self._stuck())
-        return self._result(time.perf_counter() - started_s, time.process_time() - started_cpu_s)
+        result = self._result(time.perf_counter() - started_s, time.process_time() - started_cpu_s)
+        self._plans.note_end(result.gpu_hours, result.end_s)
+        return result
 
     # -- events ------------------------------------------------------------------------------------------------------
 
@@ -217,6 +229,8 @@ class Simulation:
         if now_s >= self._sampled_s + self.config.sample_s:
             self._sampled_s = now_s
             self._sampler.take(fleet.view, now_s + self._idle.left_out_s)
+        if not self.cluster.ledger.complete:
+            self._plans.note_fleet()
         if self._progress is not None:
             self._progress(sum(self.cluster.ledger.ended.values()), len(self._trace))
         fleet.check_drained()
@@ -233,9 +247,17 @@ class Simulation:
             self._idle_gpu_s += by_s * sum(life.spec.gpus for life in lives if life.end_s is None)
 
     def _control(self, number: int) -> None:
-        self._idle.note_answer(self.cluster.runner.tick(number, self.kernel.now_s))
+        before = self._plans.count()
+        actions = self.cluster.runner.tick(number, self.kernel.now_s)
+        self._idle.note_answer(actions)
+        if not self.cluster.ledger.complete:
+            self._plans.note_tick(actions, before)
         self.cluster.place_waiting()
         self._again(self._policies.controllers[number].interval_s, self._control, number)
+
+    def _count_gpus(self, until_s: float) -> float:
+        """GPU-hours up to this time of the kernel, those of the time that was left out as well."""
+        return self.cluster.fleet.gpu_hours(until_s) + self._idle_gpu_s / 3600
 
     def _again(self, after_s: float, call: Callable[[int], None], what: int) -> None:
         """The next tick of a kind, as long as there are requests to come or to serve."""
@@ -281,7 +303,6 @@ class Simulation:
             "retractions": sum(request.retractions for request in requests),
         }
         end_s = max((one.finish_s for one in requests if one.finish_s is not None), default=self._active[1])
-        gpu_hours = cluster.fleet.gpu_hours(end_s) + self._idle_gpu_s / 3600
         return RunResult(
             name=self._policies.name,
             seed=self.config.seed,
@@ -306,7 +327,8 @@ class Simulation:
             counts=counts,
             lengths=cluster.fleet.lengths.to_dict(),
             samples=self._sampler.result(),
-            gpu_hours=gpu_hours,
+            plans=self._plans.log,
+            gpu_hours=self._count_gpus(end_s),
             end_s=end_s + self._idle.left_out_s,
             events=self.kernel.events,
             wall_s=wall_s,

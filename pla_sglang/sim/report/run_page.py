@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from pla_sglang.common.legend.explanations import ENGINE_PREFIX, explain_reason
+from pla_sglang.policy.common.fleet_policy import NO_PLANNER
 from pla_sglang.sim.core.experiment import Experiment, ExperimentResult
 from pla_sglang.sim.metrics.goodput import Slo
 from pla_sglang.sim.report.columns import columns_of, show_number
@@ -18,6 +19,7 @@ from pla_sglang.sim.report.figures import (
     rank_reasons,
 )
 from pla_sglang.sim.report.page import Heading, Page, PageTable, Section
+from pla_sglang.sim.report.planner_timeline import CAPTION, draw_planner
 from pla_sglang.sim.report.slow_requests import MOST, draw_stages, find_slow_requests, make_slow_table
 from pla_sglang.sim.report.timelines import MOST_INSTANCES, bin_samples, draw_instances, draw_pools
 from pla_sglang.sim.report.verdict import describe_runs, describe_targets, find_knees, group_by_policy, show_share
@@ -121,6 +123,7 @@ def _policy_sections(run: ExperimentResult, trace: Trace, *, folded: bool) -> It
     policy = run.experiment.policy
     where = f"{policy} at {show_number(run.rate_per_s)} requests/s, its highest rate."
     yield from _timeline_sections(run, where, folded=folded)
+    yield from _planner_sections(run, where, folded=folded)
     engine = {ENGINE_PREFIX + name: count for name, count in run.result.pass_reasons.items()}
     if reasons := {**run.result.reasons, **engine}:
         caption = (
@@ -150,6 +153,15 @@ def _timeline_sections(run: ExperimentResult, where: str, *, folded: bool) -> It
     if binned.role.shape[1] <= MOST_INSTANCES:
         caption = f"{where} A row is an instance: its role, what waits there, what decodes there. {binned.note}"
         yield Section(f"Instances over time: {policy}", caption, draw_instances(binned), folded=folded)
+
+
+def _planner_sections(run: ExperimentResult, where: str, *, folded: bool) -> Iterator[Section]:
+    """Where there is a planner, or a policy has scaled the fleet by itself."""
+    experiment, result = run.experiment, run.result
+    scaled = result.counts["scale_outs"] + result.counts["scale_ins"] > 0
+    if result.plans.plans and (scaled or experiment.planner != NO_PLANNER):
+        caption = f"{where} {CAPTION}"
+        yield Section(f"Planner: {experiment.policy}", caption, draw_planner(result.plans), folded=folded)
 
 
 def make_reason_table(counts: Mapping[str, int]) -> PageTable:

@@ -76,7 +76,7 @@ def draw_pools(binned: BinnedSamples) -> Figure:
             means = np.divide((table * mask).sum(axis=1), counts, where=counts > 0, out=np.full(len(counts), np.nan))
             data.append({**_trace(binned, means, name, colour, panel=panel), "showlegend": False})
     titles = ("instances", "queued prefill<br>tokens each", "decode context<br>tokens each")
-    return {"data": data, "layout": _stack_panels(titles, 620), "height": 620}
+    return {"data": data, "layout": stack_panels(titles, 620), "height": 620}
 
 
 def list_pools(role: npt.NDArray[np.int8]) -> Iterator[tuple[str, npt.NDArray[np.bool_], str]]:
@@ -98,15 +98,15 @@ def _trace(binned: BinnedSamples, values: Floats, name: str, colour: str, *, pan
         "y": cut_digits(values),
         "line": {"color": colour, "width": 1.8},
         "hovertemplate": f"{name}: %{{y:,}} at %{{x}} s<extra></extra>",
-        **_axes_of(panel),
+        **axes_of(panel),
     }
 
 
-def _axes_of(panel: int) -> dict[str, str]:
+def axes_of(panel: int) -> dict[str, str]:
     return {"xaxis": "x", "yaxis": "y" if panel == 1 else f"y{panel}"}
 
 
-def _stack_panels(titles: tuple[str, ...], height: int, **options: Any) -> dict[str, Any]:
+def stack_panels(titles: tuple[str, ...], height: int, **options: Any) -> dict[str, Any]:
     """Panels with one time axis, the first at the top."""
     count = len(titles)
     share = (1 - GAP * (count - 1)) / count
@@ -137,12 +137,12 @@ def draw_instances(binned: BinnedSamples) -> Figure:
                 "showscale": True,
                 "colorbar": _colour_bar(panel, what),
                 "hovertemplate": f"%{{y}} at %{{x}} s: %{{z:,}} {what}<extra></extra>",
-                **_axes_of(panel),
+                **axes_of(panel),
             }
         )
     height = 240 + 3 * max(90, 16 * instances)
     titles = ("role", "queued prefill<br>tokens", "decode context<br>tokens")
-    layout = _stack_panels(titles, height, type="category", categoryarray=names, autorange="reversed")
+    layout = stack_panels(titles, height, type="category", categoryarray=names, autorange="reversed")
     return {"data": data, "layout": {**layout, "barmode": "overlay", "bargap": 0.15}, "height": height}
 
 
@@ -175,5 +175,5 @@ def _role_bars(binned: BinnedSamples, names: list[str]) -> Iterator[dict[str, An
             "x": cut_digits(until_s - start_s for _, start_s, until_s in parts),
             "marker": {"color": pools[label], "line": {"width": 0}},
             "hovertemplate": f"%{{y}}: {label} for %{{x}} s from %{{base}} s<extra></extra>",
-            **_axes_of(1),
+            **axes_of(1),
         }

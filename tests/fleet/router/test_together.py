@@ -41,7 +41,7 @@ QUIET = {
     "aborts_total",
     "peer_lists_total",
     "cooling_down_requests",
-    *("planned_instances", "planned_requests", "gpu_hours"),  # of a planner
+    *("planned_instances", "planned_requests", "plan_load", "plan_forecast", "gpu_hours"),  # of a planner
     *("instance_starts_total", "instance_start_seconds"),
 } | {
     "worker_errors",

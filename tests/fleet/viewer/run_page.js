@@ -85,7 +85,7 @@ function describePage() {
   return {
     title: world.document.title, status: text("status"), span: text("span-text"), facts: Object.fromEntries(facts),
     legend: byId.get("legend").children.map((one) => one.textContent), pausable: !byId.get("pause").removed,
-    panels: Object.fromEntries(["pools", "requests", "lengths", "loads", "rows"].map((id) => (
+    panels: Object.fromEntries(["pools", "requests", "lengths", "planner", "loads", "rows"].map((id) => (
       [id, byId.get(id).all("svg").map(describePanel)]
     ))),
     tables: Object.fromEntries(["instances", "changes", "moves"].map((id) => [id, rowsOf(id)])),

@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 from support.recorded_fleet import EVIL, record_run
 
-from pla_sglang.common.legend.colours import ROLE_COLOURS, STATE_COLOURS
+from pla_sglang.common.legend.colours import PLAN_COLOURS, ROLE_COLOURS, STATE_COLOURS
 from pla_sglang.common.legend.explanations import FLEET, WORKER
 from pla_sglang.fleet.viewer.history import FleetHistory, Load, Membership, RequestMove
 from pla_sglang.fleet.viewer.page import render_live, render_recorded
 from pla_sglang.policy.common.length_errors import ErrorSums
+from pla_sglang.policy.common.plan_log import FleetCount, Forecast, Plan, PlanLog
 from pla_sglang.policy.interface.fleet import Role
+from pla_sglang.sim.report.planner_timeline import draw_planner
 from pla_sglang.view_recording import make_document
 
 NODE = shutil.which("node")
@@ -162,3 +164,66 @@ def test_a_recorded_page_shows_its_whole_span(tmp_path: Path) -> None:
     ]
     assert shown["pointed"][0][0] == names[2]
     assert {rect["fill"] for rect in shown["panels"]["rows"][0]["rects"]} >= {BLUE, RED, STATE_COLOURS["draining"]}
+
+
+def log_of_a_surge() -> PlanLog:
+    """One more is ordered at 103 and ready at 105; another start fails. The plan at 107 takes one back."""
+    log = PlanLog()
+    for at_s, planned, load, forecast in ((101.0, 2, 5.0, 8.0), (103.0, 3, 9.0, 12.0), (107.0, 2, 3.0, None)):
+        log.plans.append(Plan(at_s, planned, {"requests": Forecast(load, forecast)}))
+    for at_s, ready, starting in ((100.0, 2, 0), (103.0, 2, 1), (105.0, 3, 0), (108.0, 3, 0)):
+        log.note_fleet(FleetCount(ready, starting, 0), 0.25 * (at_s - 100.0), at_s)
+    log.note_start(103.0, 105.0, "ready")
+    log.note_start(103.0, 104.0, "failed")
+    return log
+
+
+def show_plan(log: PlanLog | None) -> dict[str, Any]:
+    answers = answers_of_a_flip()
+    document = answers[-1][1] | {"plan": None if log is None else log.to_document()}
+    pointers = [("planner", 0.7, 0.5)] if log else []
+    return run_page(render_live().decode(), [(200, document)], pointers)[1][0]
+
+
+def read_steps(path: dict[str, str], height: float, most: float) -> list[tuple[float, float]]:
+    """Pixels from the left and values, of a line in a panel."""
+    points = [point.split(",") for point in path["d"].replace("M", "L").split("L")[1:]]
+    return [(float(x), round((height - float(y)) / (height - 2) * most, 1)) for x, y in points]
+
+
+def test_what_the_planner_wants_and_expects_stands_beside_what_there_is() -> None:
+    shown = show_plan(log_of_a_surge())
+    instances, requests, gpu_hours, starts = shown["panels"]["planner"]
+    fills = {rect["fill"] for rect in instances["rects"]}
+    assert fills == {PLAN_COLOURS["ready"], PLAN_COLOURS["starting"]}
+    assert [value for _, value in read_steps(instances["paths"][0], 90, 3)] == [2.0, 2.0, 3.0, 3.0, 2.0, 2.0]
+    load, forecast = (read_steps(path, 56, 12.0) for path in requests["paths"])
+    assert [value for _, value in load] == [9.0, 9.0, 3.0, 3.0], "of the time before each plan"
+    assert [value for _, value in forecast] == [8.0, 8.0, 12.0, 12.0], "of the time after it"
+    assert load[0][0] == forecast[0][0], "the first plan"
+    assert "GPU-hours" in gpu_hours["texts"]
+    assert [path["stroke"] for path in starts["paths"]] == [PLAN_COLOURS["ready"], STATE_COLOURS["suspect"]]
+    assert shown["pointed"][0][1:] == ["planned: 3", "ready: 3", "starting: 0", "draining: 0"]
+    assert show_plan(None)["panels"]["planner"] == [], "without a planner"
+
+
+def test_the_page_of_the_simulator_draws_the_same_log_alike() -> None:
+    log = log_of_a_surge()
+    instances, requests, *_ = show_plan(log)["panels"]["planner"]
+    drawn = {(line["name"], line["yaxis"]): line for line in draw_planner(log)["data"]}
+
+    def read_line(name: str, axis: str) -> list[float]:
+        return [value for value in drawn[name, axis]["y"] if value is not None]
+
+    for name, axis, path, height, most in (
+        ("planned", "y", instances["paths"][0], 90, 3.0),
+        ("load", "y2", requests["paths"][0], 56, 12.0),
+        ("forecast", "y2", requests["paths"][1], 56, 12.0),
+    ):
+        values = [value for _, value in read_steps(path, height, most)]
+        assert set(values) <= set(read_line(name, axis)), name
+    assert read_line("planned", "y") == [2.0, 3.0, 2.0, 2.0]
+    assert read_line("forecast", "y2") == [8.0, 12.0]
+    assert (drawn["load", "y2"]["line"]["shape"], drawn["forecast", "y2"]["line"]["shape"]) == ("vh", "hv")
+    assert read_line("GPU-hours", "y3")[-1] == log.points[-1].gpu_hours
+    assert read_line("starts", "y4") == [2.0, 1.0]

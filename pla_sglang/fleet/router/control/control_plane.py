@@ -55,6 +55,7 @@ from pla_sglang.fleet.router.wire.protocols import RelayPort
 from pla_sglang.load.prefix_index import PrefixIndex
 from pla_sglang.policy.common.device_clock import DeviceClock
 from pla_sglang.policy.common.length_errors import ErrorSums
+from pla_sglang.policy.common.plan_log import count_instances
 from pla_sglang.policy_packages import find_policy
 from pla_sglang.profiles.load import load_profile
 
@@ -309,7 +310,13 @@ class ControlPlane:
     def view_document(self, since_s: float) -> dict[str, Any]:
         """For /pla/view: the last minutes, of samples those after ``since_s``."""
         document = self._watch.history.to_document(self._clock(), since_s)
-        return {**document, "life": str(self.epoch), "head": describe_fleet(self.dispatcher, self.scaling)}
+        plan = self.scaling.log.to_document() if self.scaling.knobs.plans else None
+        return {
+            **document,
+            "life": str(self.epoch),
+            "head": describe_fleet(self.dispatcher, self.scaling),
+            "plan": plan,
+        }
 
     def reload_worker_file(self) -> dict[str, Any]:
         """Raises ConfigError without a file or for a bad one; nothing changes then."""
@@ -413,7 +420,7 @@ class ControlPlane:
         self.migration.sweep_moves(now_s)
         self._drains.empty_drained()
         self.table.remove_drained(now_s)
-        self.scaling.count_gpus(now_s)
+        self.scaling.note_fleet(now_s)
         self._journal.note_waits(self.table)
         for worker in self.table:
             worker.load.age_ttft_ratio(now_s)
@@ -429,9 +436,11 @@ class ControlPlane:
         self._save_state()
 
     def _tick_controller(self, number: int) -> None:
-        assert self.policy.runner is not None
-        now_s = self._clock()
-        self.policy.runner.tick(number, now_s)
+        runner, now_s = self.policy.runner, self._clock()
+        assert runner is not None
+        before = count_instances(self.table.fleet)
+        actions = runner.tick(number, now_s)
+        self.scaling.note_tick(runner.policy.controllers, actions, before, now_s)
         self._batching.order_batching(self.policy.batching)
         self.dispatcher.dispatch_pending(now_s)
 

@@ -123,6 +123,13 @@ def _of_planner(runner: FleetRunner | None, scaling: ScaleOrders, now_s: float) 
         if isinstance(controller, DopdController) and controller.last_plan is not None:
             expected = controller.last_plan.load.concurrency
             yield "planned_requests", "Requests at once that the planner expects.", {}, expected
+    plan = scaling.log.last_plan
+    for figure, (load, forecast) in () if plan is None else plan.look.items():
+        labels = {"figure": figure}
+        if load is not None:
+            yield "plan_load", "Load of the last interval, as the planner saw it.", labels, load
+        if forecast is not None:
+            yield "plan_forecast", "Load that the planner expects, before headroom.", labels, forecast
     yield "gpu_hours", "GPU-hours of all instances since the start of this router.", {}, scaling.count_gpus(now_s)
 
 

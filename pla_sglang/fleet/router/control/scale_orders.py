@@ -14,7 +14,7 @@ import asyncio
 import dataclasses
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from pla_sglang.common.checks import Choice, Range, check_fields, knob
@@ -27,14 +27,17 @@ from pla_sglang.fleet.router.control.workers.state_file import StateFile
 from pla_sglang.fleet.router.control.workers.table import Worker, WorkerState, WorkerTable
 from pla_sglang.fleet.router.control.workers.tasks import Tasks
 from pla_sglang.policy.common.fleet_policy import NO_PLANNER, PLANNER_NAMES
+from pla_sglang.policy.common.plan_log import FleetCount, PlanLog, count_instances, describe_look
 from pla_sglang.policy.common.start_times import StartTimes
-from pla_sglang.policy.interface.decisions import ScaleTo
+from pla_sglang.policy.interface.decisions import FleetAction, ScaleTo
 from pla_sglang.policy.interface.fleet import InstanceKind, Role
 from pla_sglang.policy.runner import Refusal
 
 logger = logging.getLogger(__name__)
 FOLLOW_S = 0.5  # between two looks at the actuator's list
 COUNT = Range(1)
+LOG_S = 600.0  # that ``/pla/view`` shows
+SHOWN_STARTS = 10  # in /pla/state
 _LIVES = frozenset({"starting", "ready"})  # states of an actuator's instance
 _LEAVES = frozenset({WorkerState.DRAINING, WorkerState.DEAD})
 _KINDS = {Role.PREFILL: "prefill", Role.DECODE: "decode", Role.MIXED: "unified"}  # of instances whose role is fixed
@@ -107,7 +110,7 @@ class Order:
 
 
 class ScaleOrders:
-    """The planner's hands. Nothing happens before ``start``.
+    """The planner's hands. Nothing happens before ``start``. ``log``: what was planned, and what came of it.
 
     Args:
         first_plan: number of the first order, above those of any earlier life of the router: the time in ms, say.
@@ -127,6 +130,7 @@ class ScaleOrders:
     ) -> None:
         self.knobs = knobs
         self.wanted: dict[Role, int] = {}  # by the last plan; MIXED: of all together
+        self.log = PlanLog(LOG_S)
         self.started, self.stopped = Counter[str](), 0  # starts by how they ended; instances that have left
         self._table, self._state_file, self._clock = table, state_file, clock
         self._on_start = on_start
@@ -206,7 +210,7 @@ class ScaleOrders:
         try:
             started = await actuator.start_instance(self._choose_kind(role), plan)
         except ActuatorError as error:
-            self._end_start("failed", f"order {plan}: {error}")
+            self._end_start("failed", f"order {plan}: {error}", ordered_s)
             return
         finally:
             self._ordering -= 1
@@ -251,11 +255,13 @@ class ScaleOrders:
         self._state_file.state.starts_s = self._times.to_list()
         self._state_file.mark_changed()
         worker.view.ready_s = device_clock.device_s(now_s)
-        self._end_start("ready", f"{order.name} after {age_s:.1f} s", age_s)
+        self._end_start("ready", f"{order.name} after {age_s:.1f} s", order.ordered_s)
 
-    def _end_start(self, outcome: str, detail: str, age_s: float | None = None) -> None:
+    def _end_start(self, outcome: str, detail: str, ordered_s: float) -> None:
+        now_s = self._clock()
         self.started[outcome] += 1
-        self._on_start(outcome, age_s)
+        self.log.note_start(ordered_s, now_s, outcome)
+        self._on_start(outcome, now_s - ordered_s if outcome == "ready" else None)
         log = logger.info if outcome == "ready" else logger.error
         log("planner: a start is over: %s (%s)", outcome, detail)
 
@@ -304,9 +310,9 @@ class ScaleOrders:
         worker, one = self._table.at(address), self._listed.get(address)
         age_s = now_s - order.ordered_s
         if worker is None or one is None or one.state not in _LIVES:
-            self._end_start("failed", f"{order.name} has ended while it was starting, or was removed")
+            self._end_start("failed", f"{order.name} has ended while it was starting, or was removed", order.ordered_s)
         elif age_s > self.knobs.start_timeout_s:
-            self._end_start("expired", f"{order.name} is not ready after {age_s:.0f} s")
+            self._end_start("expired", f"{order.name} is not ready after {age_s:.0f} s", order.ordered_s)
         else:
             return False
         if worker is not None:
@@ -344,6 +350,18 @@ class ScaleOrders:
             self._counted_s = now_s
         return self._gpu_s / 3600
 
+    def note_tick(
+        self, controllers: Sequence[object], actions: Sequence[FleetAction], before: FleetCount, now_s: float
+    ) -> None:
+        """As ``PlanLog.note_tick``."""
+        if self.knobs.plans:
+            self.log.note_tick(controllers, actions, before, now_s)
+
+    def note_fleet(self, now_s: float) -> None:
+        """For the log; to be called often."""
+        if self.knobs.plans:
+            self.log.note_fleet(count_instances(self._table.fleet), self.count_gpus(now_s), now_s)
+
     def describe_plan(self) -> str:
         """For the page of the fleet, in a few words."""
         counts = ", ".join(f"{count} {role.value}" for role, count in self.wanted.items())
@@ -365,6 +383,15 @@ class ScaleOrders:
             "actuator_error": self._away,
             "starting": {order.name: round(now_s - order.ordered_s, 3) for order in self._orders.values()},
             "starts": dict(self.started),
+            "last_starts": [
+                {
+                    "ended_ago_s": round(now_s - one.ended_s, 3),
+                    "took_s": round(one.ended_s - one.ordered_s, 3),
+                    "outcome": one.outcome,
+                }
+                for one in list(self.log.starts)[-SHOWN_STARTS:]
+            ],
+            "load": None if self.log.last_plan is None else describe_look(self.log.last_plan.look),
             "stopped": self.stopped,
             "startup_s": self._table.fleet.startup_s,
             "gpu_hours": self.count_gpus(now_s),

@@ -6,6 +6,7 @@ const fleet = (() => {
   const recorded = readPart("data");
   const state = {
     life: null, now: 0, start: 0, head: {}, instances: [], samples: [], changes: [], moves: [], moved: 0, leftOut: 0,
+    plan: null,
   };
   const places = {}; // name of a figure of load -> its place in a row
   let spans = new Map(); // index of instance -> where it belonged when
@@ -25,6 +26,7 @@ const fleet = (() => {
       { at, rid, source, target, how, reason, bytes, pause }
     ));
     state.moved = doc.moved;
+    state.plan = doc.plan ?? null;
     Object.assign(state, { now: doc.now_s, start: doc.start_s, head: doc.head });
     Object.assign(state, { instances: doc.instances, leftOut: doc.left_out });
     spans = new Map(state.instances.map((one) => [one.index, listSpans(one)]));
@@ -104,6 +106,7 @@ const fleet = (() => {
   const duration = (s) => (s >= 90 ? `${(s / 60).toFixed(1)} min` : `${s.toFixed(s < 10 ? 1 : 0)} s`);
 
   function number(value) {
+    if (value > 0 && value < 0.1) return `${Number(value.toPrecision(2))}`;
     if (value >= 1e6) return `${(value / 1e6).toFixed(2)}M`;
     return value >= 1e4 ? `${(value / 1e3).toFixed(1)}k` : `${Math.round(value * 100) / 100}`;
   }

@@ -281,6 +281,48 @@ async def test_the_planner_is_asked_at_its_interval_and_its_wishes_go_through_th
         assert any(action.startswith("ScaleTo:") for action in runner.actions)
 
 
+async def test_state_view_and_series_tell_the_same_of_a_plan() -> None:
+    knobs = dataclasses.replace(KNOBS, dry_run=True)
+    async with scene(["stateless", "stateless"], policy="combined", scaling=knobs) as one:
+        runner = one.plane.policy.runner
+        assert runner is not None
+        assert planner(one)["load"] is None
+        for index in range(4):
+            one.ask(f"r{index}", input_tokens=600)
+            one.reach(f"r{index}", m.Milestone.SENT, m.Milestone.PREFILL_DONE, m.Milestone.FIRST_TOKEN)
+            one.ended(f"r{index}", output_tokens=200)
+        one.plane._tick_controller(len(runner.policy.controllers) - 1)
+        one.plane._sweep()
+        told = planner(one)["load"]
+        assert told["output_tokens"] == {"load": 200.0, "forecast": pytest.approx(200.0)}
+        plan = one.plane.view_document(0.0)["plan"]
+        assert plan["plans"][-1][1:] == [planner(one)["wanted"].get("mixed", 2), told]
+        assert plan["fleet"][-1][1:4] == [2, 0, 0]
+        assert plan["fleet"][-1][4] == pytest.approx(planner(one)["gpu_hours"], abs=1e-4)
+        text = one.plane.series.render_text().decode()
+        for figure, values in told.items():
+            assert f'pla_router_plan_load{{figure="{figure}"}} {values["load"]}' in text
+            assert f'pla_router_plan_forecast{{figure="{figure}"}} {values["forecast"]}' in text
+
+
+async def test_starts_are_told_with_how_long_they_took(actuator: FakeActuator) -> None:
+    async with scaled(actuator) as one:
+        assert grow(one) is None
+        await one.until(lambda: planner(one)["last_starts"])
+        actuator.fails = True
+        assert shrink(one, 0) is None
+        await one.until(lambda: planner(one)["stopped"] == 1)
+        assert grow(one) is None
+        await one.until(lambda: len(planner(one)["last_starts"]) == 2)
+        ready, failed = planner(one)["last_starts"]
+        assert (ready["outcome"], failed["outcome"]) == ("ready", "failed")
+        assert ready["took_s"] == pytest.approx(planner(one)["startup_s"], abs=1e-3)
+        starts = one.plane.view_document(0.0)["plan"]["starts"]
+        assert [round(ended - ordered, 2) for ordered, ended, _ in starts] == [
+            pytest.approx(start["took_s"], abs=0.02) for start in (ready, failed)
+        ]
+
+
 async def test_what_a_planner_has_decided_replays(actuator: FakeActuator, tmp_path: Path) -> None:
     """It looks as far ahead as starts take, which the recording says."""
     path, knobs = tmp_path / "run.jsonl", dataclasses.replace(KNOBS, interval_s=0.05)
@@ -303,6 +345,7 @@ async def test_what_a_planner_has_decided_replays(actuator: FakeActuator, tmp_pa
 async def test_without_a_planner_there_is_none_and_nobody_asks_for_instances(actuator: FakeActuator) -> None:
     async with scene(["stateless", "stateless"], policy="combined") as one:
         assert planner(one) is None
+        assert one.plane.view_document(0.0)["plan"] is None
         assert grow(one) is Refusal.UNSUPPORTED
         assert "planned_instances" not in one.plane.series.render_text().decode()
         assert isinstance(one.plane.scaling, ScaleOrders)
