@@ -46,9 +46,13 @@ MODELS = {
 # profile name -> (model, GPU, tensor parallel size, dtype) in the table of composed steps
 COMPOSED = {
     "h100-llama3.1-8b-tp1": ("Llama-3.1-8B", "H100-SXM-80GB", 1, "bfloat16"),
+    "h100-llama3.1-8b-tp2": ("Llama-3.1-8B", "H100-SXM-80GB", 2, "bfloat16"),
+    "h100-llama3.1-8b-tp4": ("Llama-3.1-8B", "H100-SXM-80GB", 4, "bfloat16"),
     "h200-llama3.1-8b-tp1": ("Llama-3.1-8B", "H200-SXM-141GB", 1, "bfloat16"),
     "a100-llama3.1-8b-tp1": ("Llama-3.1-8B", "A100-SXM-80GB", 1, "bfloat16"),
+    "h100-llama3.1-70b-fp8-tp1": ("Llama-3.1-70B", "H100-SXM-80GB", 1, "fp8"),
     "h100-llama3.1-70b-fp8-tp2": ("Llama-3.1-70B", "H100-SXM-80GB", 2, "fp8"),
+    "h100-llama3.1-70b-fp8-tp4": ("Llama-3.1-70B", "H100-SXM-80GB", 4, "fp8"),
     "h200-llama3.1-70b-tp4": ("Llama-3.1-70B", "H200-SXM-141GB", 4, "bfloat16"),
     "h100-qwen2.5-7b-tp1": ("Qwen2.5-7B", "H100-SXM-80GB", 1, "bfloat16"),
     "h100-qwen2.5-14b-tp1": ("Qwen2.5-14B", "H100-SXM-80GB", 1, "bfloat16"),

@@ -22,6 +22,16 @@ def profile_names() -> list[str]:
     return sorted(path.stem for path in FOLDER.glob("*.json"))
 
 
+def list_sizes(name: str) -> list[str]:
+    """Profiles of the package of the same model and GPU, by rising tensor-parallel size: NAME-tpN. Of a name of another
+    form, and of a path, there is no other."""
+    stem, _, size = name.rpartition("-tp")
+    if not size.isdecimal() or name not in profile_names():
+        return [name]
+    named = {other.removeprefix(f"{stem}-tp"): other for other in profile_names() if other.startswith(f"{stem}-tp")}
+    return [named[size] for size in sorted(filter(str.isdecimal, named), key=int)]
+
+
 def load_profile(name_or_path: str | Path) -> StepProfile:
     """A profile of the package by its name, or one from a JSON file by its path.
 

@@ -12,6 +12,7 @@ import pytest
 
 from pla_sglang.profiles import ProfileError, StepProfile, load_profile, parse_profile, profile_names, write_profile
 from pla_sglang.profiles.fit import DecodePoint, PrefillPoint, fit_decode, fit_prefill, fit_profile
+from pla_sglang.profiles.load import list_sizes
 from pla_sglang.profiles.step import Coverage, Curve, DecodeTerms, Grid, LaunchFloor, PrefillTerms
 
 # DOPD Table I, milliseconds
@@ -116,6 +117,14 @@ def test_packaged_profiles_are_sane(name: str) -> None:
 def test_known_names_are_in_the_package() -> None:
     wanted = {"h100-llama3.1-8b-tp1", "h200-qwen2.5-14b-tp1", "h100-llama70b-fp8-dopd", "linear"}
     assert wanted <= set(profile_names())
+
+
+def test_sizes_of_a_model_on_a_gpu() -> None:
+    known = [f"h100-llama3.1-8b-tp{size}" for size in (1, 2, 4)]
+    assert list_sizes(known[1]) == known
+    assert list_sizes("h200-qwen2.5-14b-tp1") == ["h200-qwen2.5-14b-tp1"]
+    assert list_sizes("linear") == ["linear"]
+    assert list_sizes("own/h100-llama3.1-8b-tp1") == ["own/h100-llama3.1-8b-tp1"]
 
 
 @pytest.mark.parametrize("name", profile_names())

@@ -44,6 +44,22 @@ def test_the_command_shows_a_table_and_keeps_all_of_it(
     assert json.loads((out / "summary.json").read_text()) == result
 
 
+def test_sizes_of_tensor_parallelism_are_recommended_where_several_are_known(
+    command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def list_notes(profile: str) -> list[str]:
+        flags = ["--rate", "60", "--compare", "round-robin", "--profile", profile]
+        assert simulate.main([*command, *flags]) == 0
+        notes = json.loads(capsys.readouterr().out.splitlines()[-1])["plan"]["notes"]
+        return [note for note in notes if note.startswith("tensor parallelism")]
+
+    [note] = list_notes("h100-llama3.1-8b-tp1")
+    assert "of 1, 2, 4" in note
+    assert "prefill 1 (" in note
+    assert "decode" in note
+    assert list_notes("h200-llama3.1-8b-tp1") == []
+
+
 def test_two_processes_find_what_one_finds(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     plans = []
     for jobs in ("1", "2"):

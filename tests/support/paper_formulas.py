@@ -56,9 +56,3 @@ def pareto_moments(minimum: float, alpha: float) -> tuple[float, float]:
     mean = alpha * minimum / (alpha - 1) if alpha > 1 else math.inf
     second = alpha * minimum**2 / (alpha - 2) if alpha > 2 else math.inf
     return mean, second
-
-
-def prefill_latency_s(work_s: float, speedup: float, communication_s: float) -> float:
-    """Eq. 16: T(ISL, TP) = C(ISL) / S(TP) + tau(TP), C in seconds of one GPU."""
-    require("speedup", speedup, 0, above=True)
-    return work_s / speedup + communication_s

@@ -22,6 +22,7 @@ from pla_sglang.sim.planning.measured_errors import MeasuredError, find_error
 from pla_sglang.sim.planning.result import FleetRow, PlanResult, RateTried, SizeTried
 from pla_sglang.sim.planning.search import Least, SizeSearch, Trial
 from pla_sglang.sim.planning.task import PlanTask
+from pla_sglang.sim.planning.tensor_parallel import describe_sizes
 from pla_sglang.sim.planning.words import describe_problem, describe_row, describe_too_few
 from pla_sglang.sim.workload.trace import Trace
 
@@ -51,6 +52,7 @@ def make_plan(
     for name in dict.fromkeys(form.experiment.profile for form in forms):
         profile = load_profile(name)
         notes.append(f"step times of {profile.name}: {profile.source}")
+    notes += describe_sizes([form.experiment.profile for form in forms], trace, task.slo)
     return PlanResult(
         trace=trace.name,
         requests=len(trace),

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.fleets import LinearSteps
-from support.paper_formulas import expected_cost_s, pareto_moments, prefill_latency_s
+from support.paper_formulas import expected_cost_s, pareto_moments
 
 from pla_sglang.common.errors import ConfigError
 from pla_sglang.policy.common.tables import DecodeTable, PrefillTable
@@ -48,12 +48,6 @@ def test_ratio_of_figure_6(input_tokens: int, output_tokens: int, concurrency: i
 def test_eq_15_balances_both_sides(prefill_s: float, step_s: float, output: float, concurrency: float) -> None:
     ratio = optimal_ratio(prefill_s=prefill_s, step_s=step_s, output_tokens=output, concurrency=concurrency)
     assert ratio / prefill_s == pytest.approx(concurrency / (step_s * output))
-
-
-def test_eq_16_communication_may_outweigh_the_speedup() -> None:
-    assert prefill_latency_s(0.2, 1.8, 0.02) == pytest.approx(0.2 / 1.8 + 0.02)
-    assert prefill_latency_s(0.010, 1.0, 0.0) < prefill_latency_s(0.010, 1.8, 0.02)
-    assert prefill_latency_s(1.000, 1.0, 0.0) > prefill_latency_s(1.000, 1.8, 0.02)
 
 
 def test_tables_give_back_what_was_measured() -> None:
