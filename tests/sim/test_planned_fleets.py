@@ -15,6 +15,7 @@ from support.traces import write_plain
 
 from pla_sglang import simulate
 from pla_sglang.common.errors import ConfigError
+from pla_sglang.policy.common.plan_log import FleetCount, Forecast, Plan, PlanLog
 from pla_sglang.policy.interface.decisions import FleetAction, ScaleTo
 from pla_sglang.policy.interface.fleet import FleetView, Role
 from pla_sglang.policy.interface.reasons import FleetReason
@@ -22,6 +23,7 @@ from pla_sglang.sim.core.config import InstanceSpec
 from pla_sglang.sim.core.experiment import Experiment, ExperimentResult, run_experiment
 from pla_sglang.sim.core.samples import GONE, ROLE_ORDER
 from pla_sglang.sim.metrics.goodput import Slo
+from pla_sglang.sim.report.planner_timeline import draw_planner
 from pla_sglang.sim.report.run_page import make_run_page
 from pla_sglang.sim.workload import Arrivals, Trace, generated_trace, length_model
 
@@ -89,6 +91,15 @@ def test_the_page_has_a_planner_only_where_there_is_one() -> None:
     assert "Planner: combined" in headings(plan("combined", "threshold"))
     assert "Planner: dopd" not in headings(run_experiment(Experiment("round-robin", SLO, profile=PROFILE), SURGE))
     assert "Planner: dopd" in headings(run_experiment(Experiment("dopd", SLO, profile=PROFILE, instances=2), SURGE))
+
+
+def test_over_idle_time_that_was_left_out_the_load_stays_what_it_was() -> None:
+    log = PlanLog()
+    for at_s, load in ((10.0, 4.0), (20.0, 0.0), (3600.0, 6.0), (3610.0, 2.0)):
+        log.plans.append(Plan(at_s, 2, {"requests": Forecast(load, None)}))
+    log.note_fleet(FleetCount(2, 0, 0), 1.0, 3610.0)
+    [load] = [line for line in draw_planner(log)["data"] if line["name"] == "load"]
+    assert list(zip(load["x"], load["y"], strict=True)) == [(10, 4), (20, 0), (3590, 0), (3600, 6), (3610, 2)]
 
 
 def test_thresholds_count_the_backlog() -> None:

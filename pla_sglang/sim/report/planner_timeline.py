@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -65,13 +66,26 @@ def _load_lines(log: PlanLog, figure: str, panel: int) -> Iterator[dict[str, Any
     at_s = [plan.at_s for plan in log.plans]
     loads = [np.nan if look.load is None else look.load for look in looks]
     line = {"color": PLAN_COLOURS["load"], "width": 1.8, "shape": "vh"}
-    yield _line("load", at_s, loads, panel, line=line, legendgroup="load", showlegend=panel == 2)
+    yield _line("load", *_bridge_gaps(at_s, loads), panel, line=line, legendgroup="load", showlegend=panel == 2)
     if all(look.forecast is None for look in looks):
         return
     expected = [np.nan if look.forecast is None else look.forecast for look in looks]
     line = {"color": PLAN_COLOURS["forecast"], "width": 1.8, "shape": "hv", "dash": "dot"}
     at_s, expected = _until_end(log, expected)
     yield _line("forecast", at_s, expected, panel, line=line, legendgroup="forecast", showlegend=panel == 2)
+
+
+def _bridge_gaps(at_s: list[float], values: list[float]) -> tuple[list[float], list[float]]:
+    """Between plans that are far apart idle time was left out (``IdleTime``): all the while it was as before."""
+    interval_s = min((after - before for before, after in itertools.pairwise(at_s)), default=0.0)
+    times_s, bridged = list(at_s[:1]), list(values[:1])
+    for (before_s, value), (after_s, after) in itertools.pairwise(zip(at_s, values, strict=True)):
+        if after_s - before_s > 1.5 * interval_s:
+            times_s.append(after_s - interval_s)
+            bridged.append(value)
+        times_s.append(after_s)
+        bridged.append(after)
+    return times_s, bridged
 
 
 def _until_end(log: PlanLog, values: list[Any]) -> tuple[list[float], list[Any]]:
