@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
@@ -12,6 +13,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 
 _NO_LIMIT = 10_000  # columns
+LINE_S = 10.0  # between two lines of progress in a log
 
 
 class TableConsole(Console):
@@ -36,11 +38,31 @@ class ShowDone(Protocol):
     def __call__(self, done: float, now: str = "") -> None: ...
 
 
+class _LogLines:
+    """For a log: nothing in the first seconds."""
+
+    def __init__(self, what: str, count: int, console: Console) -> None:
+        self._what, self._count, self._console = what, count, console
+        self._start_s = self._said_s = time.monotonic()
+
+    def show_done(self, done: float, now: str = "") -> None:
+        now_s = time.monotonic()
+        if now_s - self._said_s >= LINE_S:
+            self._said_s = now_s
+            under_way = f", {now}" if now else ""
+            text = f"{now_s - self._start_s:.0f} s: {int(done)} of {self._count} {self._what}{under_way}"
+            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
 @contextmanager
 def progress_bar(what: str, count: int, console: Console) -> Iterator[ShowDone]:
-    """A bar, when ``console`` is a terminal. Yields what to call with how many of ``count`` are done."""
+    """A bar, or a line now and then where ``console`` is no terminal. Yields what to call with how many of ``count``
+    are done."""
+    if not console.is_terminal:
+        yield _LogLines(what, count, console).show_done
+        return
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
+    with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task(f"{what}: 0 of {count}", total=count)
 
         def show_done(done: float, now: str = "") -> None:

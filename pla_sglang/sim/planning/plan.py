@@ -21,6 +21,7 @@ from pla_sglang.sim.planning.forms import FleetForm
 from pla_sglang.sim.planning.measured_errors import MeasuredError, find_error
 from pla_sglang.sim.planning.result import FleetRow, PlanResult, RateTried, SizeTried
 from pla_sglang.sim.planning.search import Least, SizeSearch, Trial
+from pla_sglang.sim.planning.start_lines import list_start_lines
 from pla_sglang.sim.planning.task import PlanTask
 from pla_sglang.sim.planning.tensor_parallel import describe_sizes
 from pla_sglang.sim.planning.words import describe_problem, describe_row, describe_too_few
@@ -53,7 +54,7 @@ def make_plan(
         profile = load_profile(name)
         notes.append(f"step times of {profile.name}: {profile.source}")
     notes += describe_sizes([form.experiment.profile for form in forms], trace, task.slo)
-    return PlanResult(
+    plan = PlanResult(
         trace=trace.name,
         requests=len(trace),
         rate_per_s=task.rate_per_s,
@@ -66,6 +67,10 @@ def make_plan(
         notes=tuple(notes),
         missing=tuple(form.name for form, row in zip(forms, rows, strict=True) if row is None),
     )
+    best = plan.best
+    chosen = [form for form in forms if best is not None and form.name == best.name]
+    start = [line for form in chosen if best is not None for line in list_start_lines(form, best)]
+    return dataclasses.replace(plan, start=tuple(start))
 
 
 def check_task(forms: Sequence[FleetForm], trace: Trace, task: PlanTask) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterable
 from typing import Any
 
 from pla_sglang.sim.metrics.goodput import LEAST_SPAN_S
@@ -66,6 +67,17 @@ class FleetRow:
     sizes: tuple[SizeTried, ...] = ()
     rates: tuple[RateTried, ...] = ()
 
+    @property
+    def gpus(self) -> int | None:
+        """GPUs of the whole fleet; None: there is no answer."""
+        return None if self.instances is None else self.instances * self.gpus_per_instance
+
+
+def find_smallest(rows: Iterable[FleetRow]) -> FleetRow | None:
+    """The one with the fewest GPUs, then with the largest margin, of those that have an answer."""
+    answered = [row for row in rows if row.gpus is not None]
+    return min(answered, key=lambda row: (row.gpus or 0, -(row.margin or 0.0)), default=None)
+
 
 @dataclasses.dataclass(frozen=True)
 class PlanResult:
@@ -74,6 +86,7 @@ class PlanResult:
     Attributes:
         span_s: of arrivals, at the rate asked for.
         notes: what holds for all rows.
+        start: shell lines that start the smallest fleet; empty where there are none.
         missing: names of forms that were not finished.
     """
 
@@ -87,11 +100,17 @@ class PlanResult:
     tolerance: float
     rows: tuple[FleetRow, ...]
     notes: tuple[str, ...]
+    start: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
 
     @property
     def short_span(self) -> bool:
         return self.span_s < LEAST_SPAN_S
+
+    @property
+    def best(self) -> FleetRow | None:
+        """The smallest fleet that keeps the target; None: none does."""
+        return find_smallest(self.rows)
 
     def as_json(self) -> dict[str, Any]:
         """All of it; a target that is infinite is null."""

@@ -12,9 +12,9 @@ from pla_sglang.sim.planning.words import describe_verdict
 
 UNKNOWN = "-"
 LEGEND = (
-    "one fewer: attainment with an instance less. GPU h: of all GPUs, from the first arrival to the last answer{span}. "
-    "margin: highest rate of these instances over the rate asked for, less 1, within {tolerance:.0%}. "
-    "error: attainment simulated less live where that was measured (bench fidelity)."
+    "a GPU: requests/s of the rate asked for. one fewer: attainment with an instance less. GPU h: of all GPUs, from "
+    "the first arrival to the last answer{span}. margin: highest rate of these instances over the rate asked for, "
+    "less 1, within {tolerance:.0%}. error: attainment simulated less live where that was measured (bench fidelity)."
 )
 
 
@@ -26,6 +26,10 @@ def show_plan(plan: PlanResult, console: Console) -> None:
     if plan.missing:
         texts.append(f"not finished: {', '.join(plan.missing)}")
     console.print(*texts, *(f"- {note}" for note in list_notes(plan)), sep="\n", markup=False)
+    if plan.start and plan.best is not None:
+        console.print(f"To start {plan.best.name}:", markup=False)
+        for line in plan.start:
+            console.out(f"  {line}")  # never folded, so that it can be copied
 
 
 def describe_task(plan: PlanResult) -> str:
@@ -51,22 +55,24 @@ def make_table(plan: PlanResult) -> Table:
     """A row for each form."""
     table = Table()
     table.add_column("policy", overflow="fold")
-    for name in ("instances", "attainment", "one fewer", "GPU h", "margin", "error"):
+    for name in ("instances", "GPUs", "a GPU", "attainment", "one fewer", "GPU h", "margin", "error"):
         table.add_column(name, justify="right")
     for row in plan.rows:
-        table.add_row(row.name, *cells_of(row))
+        table.add_row(row.name, *cells_of(row, plan.rate_per_s))
     return table
 
 
-def cells_of(row: FleetRow) -> list[str]:
+def cells_of(row: FleetRow, rate_per_s: float) -> list[str]:
     """All but its name."""
-    if row.instances is None:
-        return ["none", *[UNKNOWN] * 5]
+    if row.instances is None or row.gpus is None:
+        return ["none", *[UNKNOWN] * 7]
     split = "" if row.prefills is None else f" ({row.prefills}+{row.instances - row.prefills})"
     error = row.measured_error
     margin = UNKNOWN if row.margin is None else f"{'>= ' * row.margin_is_lower_bound}{row.margin:+.0%}"
     return [
         f"{row.instances}{split}",
+        f"{row.gpus}",
+        f"{rate_per_s / row.gpus:.3g}",
         _share(row.attainment),
         _share(row.one_fewer),
         UNKNOWN if row.gpu_hours is None else f"{row.gpu_hours:.3g}",

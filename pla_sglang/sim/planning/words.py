@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -10,7 +10,7 @@ from pla_sglang.sim.core.experiment import Experiment
 from pla_sglang.sim.planning import limits
 from pla_sglang.sim.planning.forms import FleetForm
 from pla_sglang.sim.planning.measured_errors import MeasuredError
-from pla_sglang.sim.planning.result import FleetRow, PlanResult
+from pla_sglang.sim.planning.result import FleetRow, PlanResult, find_smallest
 from pla_sglang.sim.planning.search import Least, SizeSearch
 from pla_sglang.sim.planning.task import PlanTask
 from pla_sglang.sim.workload.trace import Trace
@@ -61,22 +61,16 @@ def describe_row(form: FleetForm, least: Least, *, error: MeasuredError | str, t
 
 def describe_verdict(plan: PlanResult) -> str:
     """One sentence: the smallest fleet, and how the best stock one compares."""
-    answered = [row for row in plan.rows if row.instances is not None]
-    if not answered:
+    best = plan.best
+    if best is None:
         return "no fleet that was tried keeps the target"
-    best, stock = _cheapest(answered), [row for row in answered if row.stock]
+    stock, ours = (find_smallest(row for row in plan.rows if row.stock == is_stock) for is_stock in (True, False))
     sentence = f"{best.name} keeps {plan.target:g} at {plan.rate_per_s:g} requests/s with {_count(best)}"
-    if stock and not best.stock:
-        return f"{sentence}; the best stock fleet, {_cheapest(stock).name}, with {_count(_cheapest(stock))}"
-    ours = [row for row in answered if not row.stock]
-    if ours and best.stock:
-        return f"{sentence}; {_cheapest(ours).name} with {_count(_cheapest(ours))}"
+    if stock is not None and not best.stock:
+        return f"{sentence}; the best stock fleet, {stock.name}, with {_count(stock)}"
+    if ours is not None and best.stock:
+        return f"{sentence}; {ours.name} with {_count(ours)}"
     return sentence
-
-
-def _cheapest(rows: Sequence[FleetRow]) -> FleetRow:
-    """By GPUs, then by the margin."""
-    return min(rows, key=lambda row: ((row.instances or 0) * row.gpus_per_instance, -(row.margin or 0.0)))
 
 
 def _count(row: FleetRow) -> str:
