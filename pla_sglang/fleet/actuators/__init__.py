@@ -2,17 +2,22 @@
 
 ``interface`` is what a planner knows; ``local`` orders from the cluster of ``launch_cluster``; ``lease`` lets one
 planner alone scale a fleet; ``cluster_socket`` is what ``local`` and the cluster speak, and the cluster imports it too.
+``kubernetes_*`` order from Kubernetes; ``kubernetes_client`` alone imports its package, and only when it is named.
 """
 
 from __future__ import annotations
 
+import os
+import secrets
+import socket
+from collections.abc import Callable
 from pathlib import Path
 
 from pla_sglang.common.errors import ConfigError
 from pla_sglang.fleet.actuators.interface import Actuator
 from pla_sglang.fleet.actuators.local import LocalActuator
 
-ALLOWED = "local:STATE_FILE, the --state-file of a cluster on this machine"
+ALLOWED = "local:STATE_FILE, the --state-file of a cluster on this machine; kubernetes:NAMESPACE/FLEET, Deployments"
 
 
 def open_actuator(text: str) -> Actuator:
@@ -21,6 +26,21 @@ def open_actuator(text: str) -> Actuator:
     Raises ConfigError.
     """
     scheme, _, rest = text.partition(":")
-    if scheme != "local" or not rest:
+    if scheme not in _SCHEMES or not rest:
         raise ConfigError(f"--actuator {text!r} is not known; allowed: {ALLOWED}")
-    return LocalActuator(Path(rest))
+    return _SCHEMES[scheme](rest)
+
+
+def _open_kubernetes(place: str) -> Actuator:
+    from pla_sglang.fleet.actuators.kubernetes_actuator import KubernetesActuator
+    from pla_sglang.fleet.actuators.kubernetes_client import parse_place
+
+    namespace, fleet = parse_place("--actuator kubernetes:", place)
+    identity = f"{socket.gethostname()}_{os.getpid()}_{secrets.token_hex(4)}"  # another one for each process
+    return KubernetesActuator(namespace, fleet, identity)
+
+
+_SCHEMES: dict[str, Callable[[str], Actuator]] = {
+    "local": lambda rest: LocalActuator(Path(rest)),
+    "kubernetes": _open_kubernetes,
+}

@@ -20,6 +20,7 @@ class StartedInstance:
     """An instance as its actuator knows it.
 
     Attributes:
+        url: empty: not known yet, while it starts.
         state: "starting", "ready", "stopping" or "dead".
         plan: number of the plan that has started it; None: it was there from the start, or an operator has added it.
     """

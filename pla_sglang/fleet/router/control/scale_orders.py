@@ -55,7 +55,9 @@ class ScalingKnobs:
         heading="planner",
     )
     actuator: str = knob(
-        "", "--actuator KIND:WHERE", "starts and stops instances; local:STATE_FILE of launch_cluster on this machine"
+        "",
+        "--actuator KIND:WHERE",
+        "starts and stops instances; local:STATE_FILE of launch_cluster on this machine, kubernetes:NAMESPACE/FLEET",
     )
     instances_min: int = knob(1, "--instances-min", "that the planner leaves", allowed=COUNT)
     instances_max: int | None = knob(None, "--instances-max N", "needed with --planner", allowed=COUNT)
@@ -101,12 +103,14 @@ class Order:
 
     Attributes:
         name: at the actuator.
+        address: None: the actuator does not know it yet.
     """
 
     plan: int
     role: Role
     ordered_s: float
     name: str
+    address: Address | None = None
 
 
 class ScaleOrders:
@@ -140,7 +144,9 @@ class ScaleOrders:
         for seconds in state_file.state.starts_s if knobs.plans else ():
             self._times.add(seconds)
         table.fleet.startup_s = self._times.estimate_s()
-        self._orders: dict[Address, Order] = {}
+        self._orders: dict[int, Order] = {}  # by plan
+        self._given_up: set[int] = set()  # plans whose instance is to be stopped, and was no worker yet
+        self._unstopped: dict[str, str] = {}  # instances that could not be stopped, and why
         self._ordering = 0  # starts that the actuator has not answered yet
         self._listed: dict[Address, StartedInstance] = {}  # what the actuator has, when it was last asked
         self._last_plan = first_plan - 1
@@ -187,7 +193,7 @@ class ScaleOrders:
             return Refusal.ACTUATOR_AWAY
         if not self._leads:
             return Refusal.NO_LEASE
-        if self._ordering and action.start:
+        if action.start and (self._ordering or any(order.address is None for order in self._orders.values())):
             return Refusal.REPEATED
         strangers = [view for view in action.drain if self._table.of(view).address not in self._listed]
         if strangers:
@@ -214,10 +220,17 @@ class ScaleOrders:
             return
         finally:
             self._ordering -= 1
-        worker = self._adopt(started, role)
+        order = Order(plan, role, ordered_s, started.name)
+        self._note_address(order, started)
+        if order.address is not None or not started.url:
+            self._orders[plan] = order
+
+    def _note_address(self, order: Order, started: StartedInstance) -> None:
+        """It has one now, if it can be a worker."""
+        worker = self._adopt(started, order.role) if started.url else None
         if worker is not None:
-            self._orders[worker.address] = Order(plan, role, ordered_s, started.name)
-            self.on_worker_change(worker)  # the list may have been faster
+            order.address = worker.address
+            self.on_worker_change(worker)  # it may be there already, and ready
 
     def _choose_kind(self, role: Role) -> str:
         """That of the instances which have the role now; stateless ones take any."""
@@ -244,7 +257,9 @@ class ScaleOrders:
 
     def on_worker_change(self, worker: Worker) -> None:
         """A start is over at the moment when its worker is ready: the plan may have it drain in the next one."""
-        if worker.is_ready() and (order := self._orders.pop(worker.address, None)) is not None:
+        order = next((one for one in self._orders.values() if one.address == worker.address), None)
+        if worker.is_ready() and order is not None:
+            del self._orders[order.plan]
             self._note_ready(worker, order)
 
     def _note_ready(self, worker: Worker, order: Order) -> None:
@@ -271,7 +286,9 @@ class ScaleOrders:
         while True:
             try:
                 self._leads = actuator.lease.acquire()
-                listed = {parse_url(one.url): one for one in await actuator.list_instances()}
+                asked = list(self._orders.values())
+                rows = await actuator.list_instances()
+                listed = {parse_url(one.url): one for one in rows if one.url}
             except (ActuatorError, WorkerError) as error:
                 if not self._away:
                     logger.error("planner: nothing is started or stopped until the actuator answers: %s", error)
@@ -280,61 +297,77 @@ class ScaleOrders:
                 if self._away:
                     logger.info("planner: the actuator answers again")
                 self._away = ""
-                await self._follow_list(actuator, listed)
+                coming = [one for one in rows if not one.url]
+                self._follow_list(listed, coming, asked)
+                for one in self._find_leftovers(coming) if self._leads else ():
+                    await self._stop_one(actuator, one)
             await asyncio.sleep(FOLLOW_S)
 
-    async def _follow_list(self, actuator: Actuator, listed: dict[Address, StartedInstance]) -> None:
-        self._last_plan = max([self._last_plan, *(one.plan for one in listed.values() if one.plan is not None)])
+    def _follow_list(
+        self, listed: dict[Address, StartedInstance], coming: list[StartedInstance], asked: list[Order]
+    ) -> None:
+        """``coming``: those whose address is not known yet. ``asked``: the orders that there were before the list."""
+        by_plan = {one.plan: one for one in (*coming, *listed.values()) if one.plan is not None}
+        self._last_plan = max([self._last_plan, *by_plan])
+        self._given_up &= by_plan.keys()
         for address in self._listed.keys() - listed.keys():
             self._forget_removal(self._listed[address])
         self._listed = listed
         for address, one in listed.items():
-            removed = self._state_file.is_removed(one.url)
-            if one.plan is not None and one.state in _LIVES and self._table.at(address) is None and not removed:
+            removed = self._state_file.is_removed(one.url) or one.plan in self._given_up
+            if one.plan is None or one.state not in _LIVES or removed:
+                continue
+            order = self._orders.get(one.plan)
+            if order is not None and order.address != address:
+                self._note_address(order, one)
+            elif self._table.at(address) is None:
                 self._adopt(one)
         now_s = self._clock()
-        for address, order in list(self._orders.items()):
-            if self._judge_start(address, order, now_s):
-                del self._orders[address]
-        if self._leads:
-            for one in self._find_leftovers():
-                await self._stop_one(actuator, one)
+        for order in asked:
+            if order.plan in self._orders and self._judge_start(order, by_plan.get(order.plan), now_s):
+                del self._orders[order.plan]
 
     def _forget_removal(self, gone: StartedInstance) -> None:
         """Nobody needs to remember that an instance was removed which a plan had started, and which is no more."""
         if gone.plan is not None and self._state_file.is_removed(gone.url):
             self._state_file.mark_changed(added=gone.url)
 
-    def _judge_start(self, address: Address, order: Order, now_s: float) -> bool:
+    def _judge_start(self, order: Order, one: StartedInstance | None, now_s: float) -> bool:
         """True if the start has come to nothing."""
-        worker, one = self._table.at(address), self._listed.get(address)
+        worker = None if order.address is None else self._table.at(order.address)
         age_s = now_s - order.ordered_s
-        if worker is None or one is None or one.state not in _LIVES:
+        removed = worker is None and order.address is not None
+        if removed or one is None or one.state not in _LIVES:
             self._end_start("failed", f"{order.name} has ended while it was starting, or was removed", order.ordered_s)
         elif age_s > self.knobs.start_timeout_s:
             self._end_start("expired", f"{order.name} is not ready after {age_s:.0f} s", order.ordered_s)
         else:
             return False
+        self._given_up.add(order.plan)
         if worker is not None:
             self._drain(worker)
         return True
 
-    def _find_leftovers(self) -> list[StartedInstance]:
-        """What has left the table by the planner's wish, and what has ended by itself of what a plan had started."""
+    def _find_leftovers(self, coming: list[StartedInstance]) -> list[StartedInstance]:
+        """What has left the table by the planner's wish, what was given up before it could be in it, and what has ended
+        by itself of what a plan had started."""
         gone = {address: one for address, one in self._listed.items() if self._table.at(address) is None}
         return [
             one
             for one in gone.values()
-            if (one.state in _LIVES and self._state_file.is_removed(one.url))
+            if (one.state in _LIVES and (self._state_file.is_removed(one.url) or one.plan in self._given_up))
             or (one.state == "dead" and one.plan is not None)
-        ]
+        ] + [one for one in coming if one.plan in self._given_up]
 
     async def _stop_one(self, actuator: Actuator, one: StartedInstance) -> None:
         try:
             await actuator.stop_instance(one.name)
         except ActuatorError as error:
-            logger.error("planner: %s could not be stopped, which is tried again: %s", one.name, error)
+            if self._unstopped.get(one.name) != str(error):
+                logger.error("planner: %s could not be stopped, which is tried again: %s", one.name, error)
+            self._unstopped[one.name] = str(error)
             return
+        self._unstopped.pop(one.name, None)
         self.stopped += one.state in _LIVES
 
     # -- what can be seen --------------------------------------------------------------------------------------------

@@ -42,7 +42,8 @@ class FakeLease:
 
 
 class FakeActuator:
-    """Starts instances that speak SGLang's HTTP; ``fails``, ``away`` and ``slow`` say what does not work."""
+    """Starts instances that speak SGLang's HTTP; ``fails``, ``away`` and ``slow`` say what does not work;
+    ``late``: addresses of what it starts are not known until they are shown."""
 
     def __init__(self) -> None:
         self.lease = FakeLease()
@@ -50,7 +51,7 @@ class FakeActuator:
         self.instances: dict[str, FakeSglang] = {}
         self.ordered: list[tuple[str, int]] = []
         self.stopped: list[str] = []
-        self.fails = self.away = self.slow = False
+        self.fails = self.away = self.slow = self.late = False
 
     def list_one(self, instance: FakeSglang, name: str, plan: int | None, state: str = "ready") -> StartedInstance:
         self.instances[name] = instance
@@ -65,7 +66,13 @@ class FakeActuator:
         await instance.start()
         if self.slow:
             await instance.stop()  # its address is known, and nobody answers there
-        return self.list_one(instance, f"new-{plan}", plan, "starting")
+        one = self.list_one(instance, f"new-{plan}", plan, "starting")
+        if self.late:
+            self.rows[one.name] = dataclasses.replace(one, url="")
+        return self.rows[one.name]
+
+    def show_address(self, name: str) -> None:
+        self.rows[name] = dataclasses.replace(self.rows[name], url=self.instances[name].url)
 
     async def stop_instance(self, name: str) -> None:
         self.stopped.append(name)
@@ -374,3 +381,45 @@ def test_knobs_of_the_planner_are_knobs_of_the_policy() -> None:
     )
     with pytest.raises(ConfigError, match=r"threshold\.high"):
         ControlKnobs(policy="combined", policy_knobs=("threshold.high=0.9",))
+
+
+async def test_an_address_that_is_known_later_is_waited_for(actuator: FakeActuator) -> None:
+    async with scaled(actuator) as one:
+        actuator.late = True
+        assert grow(one) is None
+        await one.until(lambda: planner(one)["starting"])
+        assert grow(one) is Refusal.REPEATED, "it is not in the table yet, so it would be counted twice"
+        assert len(list(one.plane.table)) == 2
+        actuator.show_address("new-1")
+        await one.ready(3)
+        await one.until(lambda: planner(one)["starts"] == {"ready": 1})
+        assert grow(one) is Refusal.OUT_OF_BOUNDS
+
+
+async def test_one_that_another_source_has_brought_is_known_by_its_order(actuator: FakeActuator) -> None:
+    async with scaled(actuator) as one:
+        actuator.late = True
+        assert grow(one) is None
+        await one.until(lambda: planner(one)["starting"])
+        assert one.admin("POST", "/workers", {"url": actuator.instances["new-1"].url})[0] < 300
+        await one.ready(3)
+        actuator.show_address("new-1")
+        await one.until(lambda: planner(one)["starts"] == {"ready": 1})
+
+
+@pytest.mark.parametrize("how", ["ended", "expired"])
+async def test_a_start_that_never_has_an_address_is_given_up(how: str, actuator: FakeActuator) -> None:
+    knobs = KNOBS if how == "ended" else ScalingKnobs(**{**vars(KNOBS), "start_timeout_s": 0.2})
+    async with scaled(actuator, scaling=knobs) as one:
+        actuator.late = True
+        assert grow(one) is None
+        await one.until(lambda: "new-1" in actuator.rows)
+        if how == "ended":
+            await one.until(lambda: planner(one)["starting"])
+            actuator.rows["new-1"] = dataclasses.replace(actuator.rows["new-1"], state="dead")
+        outcome = "failed" if how == "ended" else "expired"
+        await one.until(lambda: planner(one)["starts"] == {outcome: 1})
+        await one.until(lambda: actuator.stopped == ["new-1"])
+        actuator.late = False
+        assert grow(one) is None
+        await one.ready(3)

@@ -1,4 +1,4 @@
-"""Tests of the router are coroutines: each runs on an event loop of its own, of the kind that the router uses."""
+"""Tests that are coroutines: each runs on an event loop of its own, of the kind that the router uses."""
 
 from __future__ import annotations
 
