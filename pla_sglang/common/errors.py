@@ -28,6 +28,7 @@ PlaError
 │   ├── UnreachableError     an instance refused the connection
 │   └── NoResponseError      an instance gave no valid answer in time
 ├── ActuatorError            an order to start, stop or list instances was refused, or nobody took it
+│   └── ApiError             the API server of Kubernetes refused a request, or did not answer; with a status
 ├── ClusterError             a process of a cluster did not start
 └── ServerError              a server of a test or bench did not start or stopped on its own
     └── HttpError            it answered with status 400 or above

@@ -25,7 +25,7 @@ DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
 LEAVES_FIRST = "-2147483648"
 PORT_NAME = "http"
 LOOK_S = 2.0  # between two looks at the API server; the router asks more often
-TRIES, TRY_AGAIN_S = 10, 0.2
+TRIES, PAUSE_S, MOST_PAUSE_S = 10, 0.02, 0.5  # after a conflict; 3 s in all
 
 
 class Deployment(msgspec.Struct):
@@ -91,7 +91,7 @@ class KubernetesActuator:
             if plan in orders.started or plan in orders.ended:
                 return None
             if any(pod.name in orders.stopping and not pod.ends for pod in deployment.pods):
-                raise _TryAgainError("pods are to leave that Kubernetes has not removed")
+                raise ApiError(f"start {name}: a pod is to leave that Kubernetes has not removed", CONFLICT)
             orders.order_start(plan, deployment.pods)
             return deployment.replicas + 1
 
@@ -127,7 +127,7 @@ class KubernetesActuator:
 
     @staticmethod
     def _find_pod(deployment: Deployment, name: str) -> str | None:
-        """Of the instance ``name``: its pod, empty if that has not come yet; None: it is not of this Deployment."""
+        """The pod of the instance ``name``, empty if it has not come yet. None: it is not of this Deployment."""
         number = name.removeprefix(f"{deployment.kind}-")
         if number != name and number.isdecimal():
             return deployment.orders.find_pod(int(number))
@@ -170,20 +170,18 @@ class KubernetesActuator:
         """Has ``decide`` change the orders, and writes them with the number it returns; None: nothing to write."""
         why = ""
         async with self._changing:
-            for _ in range(TRIES):
+            for number in range(TRIES):
                 deployment = await self._read_one(what, kind)
                 try:
                     replicas = decide(deployment)
                     if replicas is not None:
                         await self._write(deployment, replicas)
                     return deployment
-                except _TryAgainError as error:
-                    why = str(error)
-                    await asyncio.sleep(TRY_AGAIN_S)
                 except ApiError as error:
                     if error.status != CONFLICT:
                         raise
                     why = str(error)
+                    await asyncio.sleep(min(PAUSE_S * 2**number, MOST_PAUSE_S))
                 finally:
                     self._listed = None
         raise ActuatorError(f"{what}: given up after {TRIES} tries: {why}")
@@ -199,7 +197,7 @@ class KubernetesActuator:
         await self._client.ask("PATCH", self._deployments.path(deployment.name), body)
 
     async def _mark(self, pod: str) -> None:
-        """Of pods that are equally far, the one whose deletion costs least leaves."""
+        """Have Kubernetes choose it: among pods that are equally far, deletion costs decide."""
         body = {"metadata": {"annotations": {DELETION_COST: LEAVES_FIRST}}}
         try:
             await self._client.ask("PATCH", self._pods.path(pod), body)
@@ -239,10 +237,6 @@ class KubernetesActuator:
         except ApiError as error:
             if error.status != CONFLICT:  # else somebody has changed it: seen at the next look
                 raise
-
-
-class _TryAgainError(Exception):
-    """An order cannot be written as things are; in a moment it may."""
 
 
 def read_deployment(item: dict[str, Any], pods: list[dict[str, Any]]) -> Deployment:

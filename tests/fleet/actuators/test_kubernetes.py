@@ -19,7 +19,7 @@ from support.kube_cluster import FLEET
 from support.kube_scene import KubeScene, kube_scene, stand_in_only, write_kubeconfig
 
 from pla_sglang.common.errors import ConfigError
-from pla_sglang.fleet.actuators import open_actuator
+from pla_sglang.fleet.actuators import kubernetes_actuator, open_actuator
 from pla_sglang.fleet.actuators.interface import ActuatorError, StartedInstance
 from pla_sglang.fleet.actuators.kubernetes_actuator import TRIES, KubernetesActuator
 
@@ -121,6 +121,26 @@ async def test_nobody_leaves_while_kubernetes_would_remove_another(
         await one.cluster.step()
         await one.cluster.finish()
         assert [row.name for row in (await list_by_plan(one, actuator)).values()] == [old.name]
+
+
+async def test_a_start_waits_until_who_leaves_has_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both changes together would be none, and nobody would leave."""
+    async with kube_scene(tmp_path, monkeypatch) as one:
+        await one.cluster.create("stateless", 2)
+        actuator = one.open_actuator()
+        leaves, stays = await actuator.list_instances()
+        await actuator.stop_instance(leaves.name)
+        start = asyncio.create_task(actuator.start_instance("stateless", 7))
+        await asyncio.sleep(0.1)
+        assert await one.cluster.count("stateless") == 1
+        await one.cluster.step()
+        assert (await start).state == "starting"
+        await one.cluster.step()
+        rows = {row.name: row.state for row in (await list_by_plan(one, actuator)).values()}
+        assert rows["stateless-7"] == "ready"
+        await one.cluster.finish()
+        one.later()
+        assert sorted(row.name for row in await actuator.list_instances()) == sorted([stays.name, "stateless-7"])
 
 
 async def test_a_pod_that_replaces_another_has_its_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,6 +295,7 @@ async def test_a_scale_that_is_refused_is_one_line(tmp_path: Path, monkeypatch: 
 async def test_conflicts_are_tried_again_but_not_for_ever(
     times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(kubernetes_actuator, "PAUSE_S", 0.0)
     async with kube_scene(tmp_path, monkeypatch) as one:
         await one.cluster.create("stateless", 1)
         actuator = one.open_actuator()
