@@ -63,6 +63,13 @@ class KubeScene:
             await asyncio.sleep(0)
         return actuator.lease.acquire()
 
+    async def find_group(self, group: str) -> str:
+        """Its newest version at the server, as in "apis/GROUP/v1"."""
+        if not REAL:
+            return f"apis/{group}/v1"
+        found = await self.client.ask("GET", f"/apis/{group}")
+        return f"apis/{found['preferredVersion']['groupVersion']}"
+
     def later(self, seconds: float = 10.0) -> None:
         self.clock.now_s += seconds
 

@@ -50,6 +50,7 @@ from pla_sglang.fleet.router.control.workers.table import Worker, WorkerState, W
 from pla_sglang.fleet.router.control.workers.tasks import Tasks
 from pla_sglang.fleet.router.control.workers.worker_file import WorkerFile
 from pla_sglang.fleet.router.control.workers.worker_log import NO_WORKERS, WorkerLog
+from pla_sglang.fleet.router.control.workers.worker_service import WorkerService
 from pla_sglang.fleet.router.wire import messages as m
 from pla_sglang.fleet.router.wire.protocols import RelayPort
 from pla_sglang.load.prefix_index import PrefixIndex
@@ -95,6 +96,7 @@ class ControlPlane:
         self.table = self._make_table(device_clock, pools=policy.pools)
         self._watch = FleetWatch(self.table, self.series.worker_ttft.by_worker)
         self._worker_file = None if knobs.worker_file is None else WorkerFile(knobs.worker_file, self.table)
+        self._service = self._make_service() if knobs.worker_service else None
         self._relays = RelayPorts(knobs, self.table, self.epoch, router_key=router_key)
         health = Health(self.table, knobs.health)
         self._monitor = self._make_monitor(health)
@@ -131,6 +133,10 @@ class ControlPlane:
             clock=device_clock,
             on_change=self._on_worker_change,
         )
+
+    def _make_service(self) -> WorkerService:
+        """Its client is an optional dependency, loaded where it is wanted. Raises ConfigError without it."""
+        return WorkerService(self.knobs.worker_service, self.table, self._state_file, self._clock)
 
     def _make_monitor(self, health: Health) -> InstanceMonitor:
         return InstanceMonitor(
@@ -217,6 +223,8 @@ class ControlPlane:
         if self._worker_file is not None:
             follow = self._worker_file.reload_if_changed
             self._call_every(FILE_S, lambda: follow(self._clock()))
+        if self._service is not None:
+            self._tasks.spawn(self._service.follow())
 
     async def stop(self) -> None:
         await self._tasks.close()
@@ -298,6 +306,7 @@ class ControlPlane:
                 "reports_of_nobody": self._monitor.intake.unknown,
                 "reports_lost": sum(worker.load.lost_reports for worker in self.table.workers),
             },
+            "worker_service": None if self._service is None else self._service.to_dict(),
             "batching": self._batching.to_dict(),
             "place_decode": self._late.to_dict(),
             "planner": self.scaling.to_dict(self._clock()),

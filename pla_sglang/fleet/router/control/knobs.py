@@ -36,6 +36,9 @@ class ControlKnobs:
 
     workers: tuple[str, ...] = knob((), "--worker URL", "instances; may be repeated", heading="instances")
     worker_file: Path | None = knob(None, "--worker-file FILE", "JSON with instances, read when it changes")
+    worker_service: str = knob(
+        "", "--worker-service NAMESPACE/NAME", "Service of Kubernetes whose endpoints are instances; they are watched"
+    )
     worker_api_key: str = knob(
         "", "--worker-api-key KEY", "sent to instances", allowed=KEY, secret=True, variable="PLA_WORKER_API_KEY"
     )

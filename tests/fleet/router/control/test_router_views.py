@@ -18,7 +18,8 @@ from pla_sglang.fleet.router.control.knobs import ControlKnobs
 from pla_sglang.fleet.router.control.observability.explain import STAGES, ExplainStore, stages
 from pla_sglang.fleet.router.control.workers.discovery import Address, describe, parse_url, polled_load
 from pla_sglang.fleet.router.control.workers.errors import WorkerError
-from pla_sglang.fleet.router.control.workers.worker_file import FileChanges, compare, read_workers
+from pla_sglang.fleet.router.control.workers.worker_file import read_workers
+from pla_sglang.fleet.router.control.workers.worker_list import ListChanges, compare
 from pla_sglang.load.instance_load import combine_ranks
 from pla_sglang.load.report import Backlog, Report
 from pla_sglang.policy.interface.fleet import InstanceKind
@@ -206,16 +207,16 @@ A, B, C = Address("a", 1), Address("b", 2), Address("c", 3)
 @pytest.mark.parametrize(
     ("before", "after", "present", "expected"),
     [
-        ({}, {A: False}, [], FileChanges((A,), (), (), ())),
-        ({}, {A: False}, [A], FileChanges((), (), (), ())),
-        ({A: False}, {}, [A, B], FileChanges((), (A,), (), ())),  # b came in another way
-        ({A: False}, {}, [], FileChanges((), (), (), ())),  # removed by an operator before
-        ({A: False, B: True}, {A: True, B: False}, [A, B], FileChanges((), (), (A,), (B,))),
-        ({}, {C: True}, [], FileChanges((C,), (), (C,), ())),
+        ({}, {A: False}, [], ListChanges((A,), (), (), ())),
+        ({}, {A: False}, [A], ListChanges((), (), (), ())),
+        ({A: False}, {}, [A, B], ListChanges((), (A,), (), ())),  # b came in another way
+        ({A: False}, {}, [], ListChanges((), (), (), ())),  # removed by an operator before
+        ({A: False, B: True}, {A: True, B: False}, [A, B], ListChanges((), (), (A,), (B,))),
+        ({}, {C: True}, [], ListChanges((C,), (), (C,), ())),
     ],
 )
 def test_what_a_new_version_of_the_file_changes(
-    before: dict[Address, bool], after: dict[Address, bool], present: list[Address], expected: FileChanges
+    before: dict[Address, bool], after: dict[Address, bool], present: list[Address], expected: ListChanges
 ) -> None:
     assert compare(before, after, present) == expected
 
