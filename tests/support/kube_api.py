@@ -20,6 +20,15 @@ from aiohttp import web
 Key = tuple[str, str, str]  # namespace, plural, name
 
 
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """``verb``: "get", "post", ..., or "watch"; ``token``: of its header."""
+
+    verb: str
+    path: str
+    token: str
+
+
 @dataclasses.dataclass
 class Fault:
     """``times`` requests of ``method`` whose path ends with ``path`` get ``status``."""
@@ -32,13 +41,13 @@ class Fault:
 
 
 class KubeApi:
-    """``url`` is where it listens, ``last_token`` what the last request had in its header."""
+    """``url`` is where it listens."""
 
     def __init__(self) -> None:
-        self.url = self.last_token = ""
+        self.url = ""
         self.objects: dict[Key, dict[str, Any]] = {}
         self.events: list[tuple[int, str, Key, dict[str, Any]]] = []
-        self.requests: list[tuple[str, str]] = []
+        self.requests: list[Request] = []
         self.faults: list[Fault] = []
         self.watches: set[web.StreamResponse] = set()
         self._version = 100
@@ -86,8 +95,8 @@ class KubeApi:
     # -- requests ----------------------------------------------------------------------------------------------------
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
-        self.requests.append((request.method, request.path))
-        self.last_token = request.headers.get("Authorization", "")
+        verb = "watch" if "watch" in request.query else request.method.lower()
+        self.requests.append(Request(verb, request.path, request.headers.get("Authorization", "")))
         for fault in self.faults:
             if fault.times and fault.method == request.method and request.path.endswith(fault.path):
                 fault.times -= 1

@@ -40,13 +40,13 @@ class KubeCluster:
         self.starts = True
         self._addresses = itertools.count(1)
 
-    async def create(self, kind: str, replicas: int, *, port_name: str = "http") -> None:
+    async def create(self, kind: str, replicas: int, *, name: str = "", port_name: str = "http") -> None:
         template = make_template(kind, port_name)
         labels = template["metadata"]["labels"]
         body = {
             "apiVersion": "apps/v1",
             "kind": "Deployment",
-            "metadata": {"name": f"{FLEET}-{kind}", "labels": labels},
+            "metadata": {"name": name or f"{FLEET}-{kind}", "labels": labels},
             "spec": {"replicas": replicas, "selector": {"matchLabels": labels}, "template": template},
         }
         await self.client.ask("POST", self.deployments.path(), body)

@@ -12,16 +12,25 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 pytest.importorskip("kubernetes.aio", reason="needs pla-sglang[kubernetes]")
 
+from support.kube_api import Request
 from support.kube_cluster import FLEET
 from support.kube_scene import KubeScene, kube_scene, stand_in_only, write_kubeconfig
+from support.serving import wait_until
 
 from pla_sglang.common.errors import ConfigError
 from pla_sglang.fleet.actuators import kubernetes_actuator, open_actuator
 from pla_sglang.fleet.actuators.interface import ActuatorError, StartedInstance
 from pla_sglang.fleet.actuators.kubernetes_actuator import TRIES, KubernetesActuator
+from pla_sglang.fleet.router.control.workers.breaker import BreakerKnobs
+from pla_sglang.fleet.router.control.workers.state_file import StateFile
+from pla_sglang.fleet.router.control.workers.table import WorkerTable
+from pla_sglang.fleet.router.control.workers.worker_service import WorkerService
+
+ROUTER = Path(__file__).parents[3] / "examples/kubernetes/router.yaml"
 
 
 async def list_by_plan(one: KubeScene, actuator: KubernetesActuator) -> dict[int | None, StartedInstance]:
@@ -269,9 +278,49 @@ async def test_the_server_is_not_asked_more_often_than_it_must_be(
             await one.acquire(actuator)
             await actuator.list_instances()
             one.later(0.5)
-        asked = [path.rsplit("/", 1)[-1] for _, path in one.api.requests]
+        asked = [request.path.rsplit("/", 1)[-1] for request in one.api.requests]
         assert asked.count("deployments") == asked.count("pods") == 30
         assert asked.count(f"{FLEET}-planner") <= 26
+
+
+@stand_in_only
+async def test_the_role_of_the_example_allows_what_is_asked_and_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with kube_scene(tmp_path, monkeypatch) as one:
+        await one.cluster.create("stateless", 1, name=FLEET)
+        monkeypatch.setenv("KUBECONFIG", str(write_kubeconfig(tmp_path / "router", one.api.url, token="router")))
+        service = WorkerService(f"{one.namespace}/{FLEET}", WorkerTable(BreakerKnobs()), StateFile(None), one.clock)
+        following = asyncio.create_task(service.follow())
+        actuator = one.open_actuator()
+        assert await one.acquire(actuator)
+        await actuator.start_instance("stateless", 7)
+        await one.cluster.step()
+        await list_by_plan(one, actuator)
+        await actuator.stop_instance("stateless-7")
+        one.later()
+        assert await one.acquire(actuator)
+        await wait_until(lambda: one.api.watches)
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+        asked = {read_right(request) for request in one.api.requests if request.token == "Bearer router"}
+    (role,) = [each for each in yaml.safe_load_all(ROUTER.read_text(encoding="utf-8")) if each["kind"] == "Role"]
+    allowed = {
+        (verb, resource, name)
+        for rule in role["rules"]
+        for verb in rule["verbs"]
+        for resource in rule["resources"]
+        for name in rule.get("resourceNames", [""])
+    }
+    assert {(verb, what, "" if what == "pods" else name) for verb, what, name in asked} == allowed
+
+
+def read_right(request: Request) -> tuple[str, str, str]:
+    """Verb, resource and name, as a rule of a Role has them."""
+    _, _, rest = request.path.partition("/namespaces/")
+    _, resource, *name = rest.split("/")
+    verb = {"get": "get" if name else "list", "post": "create"}.get(request.verb, request.verb)
+    return verb, resource, name[0] if name else ""
 
 
 # -- faults ------------------------------------------------------------------------------------------------------------
@@ -403,5 +452,5 @@ async def test_the_token_is_sent_and_never_told(
         one.api.fail("GET", "deployments", 401, "Unauthorized")
         with pytest.raises(ActuatorError) as caught:
             await actuator.list_instances()
-        assert one.api.last_token == "Bearer hunter2"
+        assert one.api.requests[-1].token == "Bearer hunter2"
         assert "hunter2" not in str(caught.value) + caplog.text
