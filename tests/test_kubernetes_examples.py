@@ -70,11 +70,11 @@ def check_schema(models: Any, type_name: str, value: Any, path: str) -> None:
         assert isinstance(value, list), path
         for number, one in enumerate(value):
             check_schema(models, type_name[5:-1], one, f"{path}[{number}]")
-    elif type_name.startswith("dict("):
+    elif type_name.startswith("dict["):
         assert isinstance(value, dict), path
         for name, one in value.items():
             assert isinstance(name, str), path
-            check_schema(models, type_name.removeprefix("dict(str, ")[:-1], one, f"{path}.{name}")
+            check_schema(models, type_name.removeprefix("dict[str, ")[:-1], one, f"{path}.{name}")
     elif type_name in PLAIN:
         assert type(value) in PLAIN[type_name], f"{path}: {value!r} is no {type_name}"
     else:
