@@ -264,7 +264,7 @@ class FakeSglang:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{self.info['host']}:{self.port}"
 
     @property
     def kind(self) -> str:
@@ -272,10 +272,10 @@ class FakeSglang:
 
     def worker(self, **changes: Any) -> WorkerEntry:
         values = {"number": self.number, "name": f"{self.kind}-{self.number}", "kind": self.kind, "hops": self.hops}
-        return WorkerEntry(**{**values, "host": "127.0.0.1", "port": self.port, **changes})
+        return WorkerEntry(**{**values, "host": self.info["host"], "port": self.port, **changes})
 
     async def start(self) -> FakeSglang:
-        self._server = await asyncio.start_server(self._accept, "127.0.0.1", self.port)
+        self._server = await asyncio.start_server(self._accept, self.info["host"], self.port)
         self.info["port"] = self._server.sockets[0].getsockname()[1]
         self.starts += 1
         return self

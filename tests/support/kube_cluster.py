@@ -22,8 +22,8 @@ FLEET = "sglang"
 GRACE_0 = {"gracePeriodSeconds": "0"}
 
 
-def make_template(kind: str, port_name: str = "http") -> dict[str, Any]:
-    port = {"name": port_name, "containerPort": 30000}
+def make_template(kind: str, port_name: str, port_number: int) -> dict[str, Any]:
+    port = {"name": port_name, "containerPort": port_number}
     return {
         "metadata": {"labels": {FLEET_LABEL: FLEET, KIND_LABEL: kind}},
         "spec": {"containers": [{"name": "server", "image": "sglang", "ports": [port]}]},
@@ -31,17 +31,23 @@ def make_template(kind: str, port_name: str = "http") -> dict[str, Any]:
 
 
 class KubeCluster:
-    """Deployments of one namespace. ``starts``: new pods get an address and become ready at once."""
+    """Deployments of one namespace, whose pods have addresses of ``network``.
+
+    ``starts``: new pods get an address and become ready at once.
+    """
 
     def __init__(self, client: KubernetesClient, namespace: str) -> None:
         self.client, self.namespace = client, namespace
         self.deployments = Resource("apis/apps/v1", namespace, "deployments")
         self.pods = Resource("api/v1", namespace, "pods")
         self.starts = True
+        self.network = "10.0.0"
         self._addresses = itertools.count(1)
 
-    async def create(self, kind: str, replicas: int, *, name: str = "", port_name: str = "http") -> None:
-        template = make_template(kind, port_name)
+    async def create(
+        self, kind: str, replicas: int, *, name: str = "", port_name: str = "http", port: int = 30000
+    ) -> None:
+        template = make_template(kind, port_name, port)
         labels = template["metadata"]["labels"]
         body = {
             "apiVersion": "apps/v1",
@@ -84,7 +90,7 @@ class KubeCluster:
         """The pod has an address and is or is not ready."""
         condition = {"type": "Ready", "status": str(ready)}
         status: dict[str, Any] = {"phase": phase, "conditions": [condition]}
-        status |= {"podIP": f"10.0.0.{next(self._addresses)}"}
+        status |= {"podIP": f"{self.network}.{next(self._addresses)}"}
         await self.client.ask("PATCH", self.pods.path(f"{name}/status"), {"status": status})
 
     async def end(self, name: str) -> None:

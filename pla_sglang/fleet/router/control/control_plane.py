@@ -207,7 +207,7 @@ class ControlPlane:
         )
         try:
             self._add_workers()
-            if not self.table.workers:
+            if not self.table.workers and self._service is None:
                 logger.warning(NO_WORKERS)
             self._monitor.start(client, knobs.telemetry)
             self._peering.start(client)
