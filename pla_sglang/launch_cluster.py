@@ -27,10 +27,12 @@ from pla_sglang.common.checks import KEY, Choice, Range, check_fields, knob
 from pla_sglang.common.errors import ConfigError, PlaError
 from pla_sglang.fleet.actuators.cluster_socket import require_state_file, send_command
 from pla_sglang.fleet.actuators.interface import ActuatorError
+from pla_sglang.fleet.actuators.ray_names import RayFleetName
 from pla_sglang.fleet.cluster.children import ClusterError
 from pla_sglang.fleet.cluster.lean import lean_environment
 from pla_sglang.fleet.cluster.logs import is_poll
-from pla_sglang.fleet.cluster.ports import free_port
+from pla_sglang.fleet.cluster.ports import find_own_address, free_port
+from pla_sglang.fleet.cluster.ray_launcher import RayCluster, end_fleet
 from pla_sglang.fleet.cluster.spec import (
     KINDS,
     MAX_INSTANCES,
@@ -40,7 +42,7 @@ from pla_sglang.fleet.cluster.spec import (
     router_arguments,
 )
 from pla_sglang.fleet.cluster.stateless_flags import check_stateless_arguments
-from pla_sglang.fleet.cluster.supervisor import Supervisor
+from pla_sglang.fleet.cluster.supervisor import Sink, Supervisor
 from pla_sglang.launch_server import own_arguments
 from pla_sglang.plugin.config import check_texts
 from pla_sglang.plugin.platform import value_of
@@ -51,6 +53,7 @@ if TYPE_CHECKING:
     from pla_sglang.fleet.router.control.knobs import ControlKnobs
 
 EXIT_FAILED = 1
+LOCAL, RAY = "local", "ray"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,6 +121,15 @@ class LaunchConfig:
         allowed=Range(1, len(KINDS) * MAX_INSTANCES),
     )
     quiet: bool = knob(False, "--quiet", "show the cluster's own lines only")
+    on: str = knob(
+        LOCAL,
+        "--on {local,ray}",
+        "where instances are: processes of this machine, or actors of Ray; the router is here",
+        allowed=Choice((LOCAL, RAY)),
+        heading="Ray",
+    )
+    ray_address: str = knob("auto", "--ray-address ADDRESS", "HOST:PORT of Ray's head; auto: of the Ray that runs here")
+    ray_fleet: str = knob("pla", "--ray-fleet NAME", "of the fleet in that Ray; several may be there")
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -131,6 +143,8 @@ class LaunchConfig:
         for flag, key in (("--router-api-key", self.router_api_key), ("--router-admin-key", self.router_admin_key)):
             if key and router != "pla":
                 raise ConfigError(f"{flag} is not for --router {router}; allowed: --router pla")
+        if self.on == RAY and router not in ("pla", "none"):
+            raise ConfigError(f"--router {router} is not for --on ray, where addresses change; allowed: pla, none")
         return ClusterConfig(
             counts={kind: getattr(self, kind) for kind in KINDS},
             router=router,
@@ -143,6 +157,10 @@ class LaunchConfig:
             start_timeout_s=self.start_timeout_s,
             most_instances=self.most_instances,
         )
+
+    def name_ray_fleet(self) -> RayFleetName:
+        """Raises ConfigError, also where Ray is not installed."""
+        return RayFleetName(self.ray_address, self.ray_fleet)
 
     def key_variables(self) -> dict[str, str]:
         """The environment from which engines and our router take their keys: a command line can be read by everybody.
@@ -177,13 +195,17 @@ def read_order(options: argparse.Namespace) -> list[str]:
 
 @contextlib.contextmanager
 def scaled_by_planner(config: ClusterConfig, options: LaunchConfig) -> Iterator[tuple[ClusterConfig, LaunchConfig]]:
-    """Where our router has a planner and names no actuator, it scales this cluster, by a state file.
+    """Where our router has a planner and names no actuator, it scales this cluster: in Ray, or by a state file.
 
     The state file is in a folder that goes at the end where the command line names none.
     """
     given = {flag: value_of(config.router_extra, flag) for flag in ("--planner", "--actuator")}
     if config.router != "pla" or given["--planner"] in (None, "none") or given["--actuator"] is not None:
         yield config, options
+        return
+    if options.on == RAY:
+        router_extra = (*config.router_extra, "--actuator", str(options.name_ray_fleet()))
+        yield dataclasses.replace(config, router_extra=router_extra), options
         return
     with tempfile.TemporaryDirectory(prefix="pla_cluster.") as folder:
         file = (options.state_file or Path(folder) / "cluster.json").absolute()
@@ -215,8 +237,9 @@ def read_router_knobs(config: ClusterConfig) -> ControlKnobs:
     return read_router_config(router_arguments(config, [], port=1, metrics_port=1))[0].control
 
 
-def with_load_reports(config: ClusterConfig) -> ClusterConfig:
-    """Where the router's policy moves requests, the engines report to it: it knows of running ones from load reports.
+def with_load_reports(config: ClusterConfig, host: str = "127.0.0.1") -> ClusterConfig:
+    """Where the router's policy moves requests, the engines report to it at ``host``: it knows of running ones from
+    load reports.
 
     What the command line says of reports, at either end, stays as it is. Raises ConfigError.
     """
@@ -229,7 +252,7 @@ def with_load_reports(config: ClusterConfig) -> ClusterConfig:
     knobs = read_router_knobs(config)
     if knobs.telemetry or not moves_requests(knobs.policy, migrates=knobs.migrates):
         return config
-    address = f"tcp://127.0.0.1:{free_port()}"
+    address = f"tcp://{host}:{free_port()}"
     return dataclasses.replace(
         config,
         common=(*config.common, "--pla-telemetry", address),
@@ -237,34 +260,80 @@ def with_load_reports(config: ClusterConfig) -> ClusterConfig:
     )
 
 
-async def run(config: ClusterConfig, options: LaunchConfig) -> None:
-    """Serve until a signal. Raises ClusterError."""
+def make_environment(config: ClusterConfig, options: LaunchConfig) -> dict[str, str]:
+    """Of engines and router."""
+    lean = lean_environment([[*config.common, *config.own.get(kind, ())] for kind in KINDS if config.counts[kind]])
+    return lean | options.key_variables()
+
+
+def make_sink(options: LaunchConfig) -> Sink:
+    """One log, with the name of its source before each line."""
 
     def show(name: str, line: str) -> None:
         if name == "cluster" or not (options.quiet or is_poll(line)):
             with terminal.outlive_reader():
                 print(f"[{name}] {line}", flush=True)
 
-    lean = lean_environment([[*config.common, *config.own.get(kind, ())] for kind in KINDS if config.counts[kind]])
+    return show
+
+
+async def run(config: ClusterConfig, options: LaunchConfig) -> None:
+    """Serve until a signal. Raises ClusterError."""
     supervisor = Supervisor(
         config,
         free_port=free_port,
-        sink=show,
-        environment=lean | options.key_variables(),
+        sink=make_sink(options),
+        environment=make_environment(config, options),
         state_file=options.state_file,
         drain_s=options.drain_s if config.router == "pla" and read_router_knobs(config).migrates else 0.0,
     )
+    await run_to_signal(supervisor)
+
+
+async def run_to_signal(cluster: Supervisor | RayCluster) -> None:
+    """Raises ClusterError."""
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        loop.add_signal_handler(number, supervisor.stop)
+        loop.add_signal_handler(number, cluster.stop)
     with contextlib.suppress(asyncio.CancelledError):  # stopped while starting
-        await supervisor.run()
+        await cluster.run()
+
+
+def run_on_ray(config: ClusterConfig, options: LaunchConfig) -> None:
+    """The same in Ray. Raises ConfigError, ClusterError."""
+    where = options.name_ray_fleet()
+    from pla_sglang.fleet.cluster.ray_fleet import count_gpus, create_fleet
+
+    for kind, count in config.counts.items():
+        if count:
+            count_gpus([*config.common, *config.own.get(kind, ())])
+    config = with_load_reports(config, find_own_address())
+    environment = make_environment(config, options)
+    create_fleet(where, config, environment)
+
+    async def serve() -> None:
+        keys = options.router_admin_key or options.admin_api_key
+        cluster = RayCluster(
+            config,
+            where,
+            free_port=free_port,
+            sink=make_sink(options),
+            environment=environment,
+            state_file=options.state_file,
+            router_key=keys,
+        )
+        await run_to_signal(cluster)
+
+    asyncio.run(serve())
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     try:
         parsed = read_config(argv)
         order = read_order(parsed.options)
+        if order == ["stop"] and parsed.config.on == RAY:
+            asyncio.run(end_fleet(parsed.config.name_ray_fleet()))
+            return 0
         if order:
             if parsed.config.state_file is None:
                 raise ConfigError("an order to a running cluster needs --state-file, the one of that cluster")
@@ -274,7 +343,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             require_state_file("--state-file", parsed.config.state_file)
         with scaled_by_planner(parsed.config.to_cluster(), parsed.config) as (config, options):
             check_members(config)
-            asyncio.run(run(with_load_reports(config), options))
+            if options.on == RAY:
+                run_on_ray(config, options)
+            else:
+                asyncio.run(run(with_load_reports(config), options))
     except PlaError as error:
         status = cli.report_error(error)
         return EXIT_FAILED if isinstance(error, (ActuatorError, ClusterError)) else status

@@ -140,6 +140,7 @@ def test_the_environment_is_read_in_few_places() -> None:
         "pla_sglang/plugin/platform/cpu.py",  # OMP_NUM_THREADS, and a variable of SGLang's
         "pla_sglang/fleet/cluster/children.py",  # as testing/server.py
         "pla_sglang/fleet/actuators/kubernetes_client.py",  # where Kubernetes' own tools look for credentials
+        "pla_sglang/fleet/cluster/tied.py",  # likewise
         "pla_sglang/launch_router.py",  # whether a bench has started it
         "pla_sglang/testing/server.py",  # hands it to the processes it starts
     }

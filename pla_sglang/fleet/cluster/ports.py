@@ -1,4 +1,4 @@
-"""Ports for servers on this machine."""
+"""Ports for servers on this machine, and its address."""
 
 from __future__ import annotations
 
@@ -11,6 +11,16 @@ from pla_sglang.common.errors import PlaError
 PORT_RANGE = (20_000, 32_000)
 
 _ports_given: set[int] = set()
+
+
+def find_own_address() -> str:
+    """That of this machine which others reach, or the loopback address where it has no other. Sends nothing."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("8.8.8.8", 53))
+        except OSError:
+            return "127.0.0.1"
+        return str(probe.getsockname()[0])
 
 
 def free_port() -> int:

@@ -34,7 +34,10 @@ sys.stdin.read()
 @pytest.mark.parametrize(
     ("text", "line"),
     [
-        ("ray:auto", "--actuator 'ray:auto' is not known; allowed: local:STATE_FILE"),
+        ("slurm:auto", "--actuator 'slurm:auto' is not known; allowed: local:STATE_FILE"),
+        ("ray:auto", "ray:auto/ names no fleet in Ray; allowed: ray:HOST:PORT/NAME or ray:auto/NAME"),
+        ("ray:/pla", "names no fleet in Ray"),
+        ("ray:auto/a b", "ray:auto/a b names no fleet in Ray"),
         ("local", "--actuator 'local' is not known"),
         ("local:", "--actuator 'local:' is not known"),
         ("local:/nowhere/at/all/state.json", "there is no folder /nowhere/at/all; allowed: a path in one that exists"),

@@ -1,0 +1,28 @@
+"""Where a fleet is in Ray: ``ray:ADDRESS/NAME``. Ray itself is imported nowhere here."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+
+from pla_sglang.common.errors import ConfigError
+
+FLEET = "fleet"  # name of the actor that knows the instances of a fleet, in the namespace of the fleet's name
+INSTALL = "pip install 'pla-sglang[ray]'"
+
+
+@dataclasses.dataclass(frozen=True)
+class RayFleetName:
+    """``address``: of Ray's head, or ``auto`` for the Ray that runs on this machine. Raises ConfigError."""
+
+    address: str
+    name: str
+
+    def __post_init__(self) -> None:
+        if not self.address or not self.name.replace("-", "").replace("_", "").isalnum():
+            raise ConfigError(f"{self} names no fleet in Ray; allowed: ray:HOST:PORT/NAME or ray:auto/NAME")
+        if importlib.util.find_spec("ray") is None:
+            raise ConfigError(f"{self} needs Ray, which is not installed; allowed after: {INSTALL}")
+
+    def __str__(self) -> str:
+        return f"ray:{self.address}/{self.name}"
