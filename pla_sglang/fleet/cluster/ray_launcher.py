@@ -88,7 +88,7 @@ class RayCluster:
 
     async def _start_instances(self) -> None:
         kinds = [kind for kind, count in self.config.counts.items() for _ in range(count)]
-        self._log_line(f"starting {len(kinds)} instances in {self._where}")
+        self._log_line(f"starting {len(kinds)} instance(s) in {self._where}")
         try:
             await asyncio.gather(*(self._actuator.start_instance(kind, None) for kind in kinds))
         except ActuatorError as error:
