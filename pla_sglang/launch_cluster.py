@@ -261,7 +261,7 @@ def with_load_reports(config: ClusterConfig, host: str = "127.0.0.1") -> Cluster
 
 
 def make_environment(config: ClusterConfig, options: LaunchConfig) -> dict[str, str]:
-    """Of engines and router."""
+    """Further variables of engines and router."""
     lean = lean_environment([[*config.common, *config.own.get(kind, ())] for kind in KINDS if config.counts[kind]])
     return lean | options.key_variables()
 

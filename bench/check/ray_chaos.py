@@ -7,10 +7,11 @@ router, ``--migration on``. A day of traffic is replayed (prompts and answers in
 checked. Meanwhile an instance's actor is killed, and once the fleet is whole again, the raylet that does not have the
 head: its instances end with it. Then a second replay begins, and the head's own process is killed.
 
-``whole_again_s``: from a kill until the fleet has all its instances and the router serves with all; the longer one.
-``startup_s``: how much of that the instance itself took, from its process to its first health check. What is beyond is
-to be ``AIM_S`` at most. ``headless_s``: how long the fleet was asked to serve without a head, with ``headless_streams``
-sent and ``headless_completed``. ``lost_is_said``: the launcher's log says what is lost then.
+``streams_hit``: streams that went on at another instance. ``whole_again_s``: from a kill until the fleet has all its
+instances and the router serves with all; the longer one. ``startup_s``: how much of that the instance itself took, from
+its process to its first health check. What is beyond is to be ``AIM_S`` at most. ``headless_s``: how long the fleet was
+asked to serve without a head, with ``headless_streams`` sent and ``headless_completed``. ``lost_is_said``: the
+launcher's log says what is lost then.
 
 Health checks of Ray are set closer, and its wait for a lost head longer, than it has them by itself (``SYSTEM``).
 Exit status 1: a stream failed, a token was wrong, or the fleet was not whole again in time.
@@ -31,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.check.faults.client import FaultClient, Stream, describe_streams, make_streams, until
-from bench.check.faults.fleet import read_workers
+from bench.check.faults.fleet import explain_request, find_hops, read_workers
 from bench.compare.elastic import make_day
 from bench.harness import cli, report, servers
 from bench.harness.bench import Result, measuring
@@ -53,6 +54,7 @@ SYSTEM = {
     "health_check_failure_threshold": 3,
     "gcs_rpc_server_reconnect_timeout_s": 600,
 }
+TOLD = 10_000  # requests that the router can explain
 LOST_LINE = "instances and router serve on"
 SETTINGS = ("instances", "rate", "span_s", "policy", "profile", "time_scale", "seed")
 SUMS = ("streams", "completed", "tokens", "tokens_wrong")
@@ -148,7 +150,8 @@ async def lose_actor_and_raylet(fleet: RayFleet, rays: Any, options: Options) ->
         raylet = node.all_processes["raylet"][0].process
         lost = [row["name"] for row in fleet.list_instances() if is_below(row["actor_pid"], raylet.pid)]
         losses.append(await fleet.lose("raylet", lost, lambda: end_process(raylet)))
-    return describe_streams(streams), losses
+    hops = [find_hops(explain_request(fleet.url, stream.rid)) for stream in streams]
+    return describe_streams(streams) | {"hit": sum(map(bool, hops))}, losses
 
 
 def is_below(pid: int, above: int) -> bool:
@@ -171,7 +174,7 @@ async def lose_head(fleet: RayFleet, rays: Any, options: Options) -> Row:
 def cluster_flags(address: str, options: Options) -> list[str]:
     return [
         *("--on", "ray", "--ray-address", address, "--stateless", str(options.instances)),
-        *("--policy", options.policy, "--migration", "on", "--quiet"),
+        *("--policy", options.policy, "--migration", "on", "--quiet", "--router-args", f"--explain-requests {TOLD}"),
         *cli.device_flags(options.profile, options.time_scale),
         *("--max-running-requests", str(SLOTS)),
     ]
@@ -181,6 +184,7 @@ def sum_up(day: Row, losses: Sequence[Row], headless: Row) -> Row:
     beyond_s = max(loss["whole_again_s"] - loss["startup_s"] for loss in losses)
     return {
         **{name: day[name] + headless[name] for name in SUMS},
+        "streams_hit": day["hit"],
         "whole_again_s": max(loss["whole_again_s"] for loss in losses),
         "startup_s": max(loss["startup_s"] for loss in losses),
         "beyond_startup_s": round(beyond_s, 2),
@@ -200,7 +204,8 @@ def is_right(result: Result) -> bool:
 
 
 ROWS = (
-    *("streams", "completed", "tokens", "tokens_wrong", "whole_again_s", "startup_s", "beyond_startup_s"),
+    *("streams", "streams_hit", "completed", "tokens", "tokens_wrong"),
+    *("whole_again_s", "startup_s", "beyond_startup_s"),
     *("longest_gap_s", "headless_s", "headless_streams", "headless_completed", "lost_is_said"),
 )
 
@@ -219,7 +224,7 @@ PAGES = {"ray_chaos": page}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--instances", type=int, default=3, help="engines, at least 2")
-    parser.add_argument("--rate", type=float, default=1.0, help="mean requests/s, of real time")
+    parser.add_argument("--rate", type=float, default=2.0, help="mean requests/s, of real time")
     parser.add_argument("--span-s", type=float, default=200.0, help="of the day, in which both losses are to be")
     parser.add_argument("--policy", default="least-tokens")
     cli.add_emulated_device(parser, time_scale=4.0)

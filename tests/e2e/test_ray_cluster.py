@@ -1,4 +1,4 @@
-"""A fleet in a Ray of two nodes behind our router: an instance whose actor is killed is started again and serves."""
+"""The page's fleet in a Ray of two nodes: an instance whose actor is killed is started again, and all of it serves."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,25 +16,34 @@ import pytest
 from e2e.test_cluster_scaling import BODY, LIMIT_S, ready_workers
 from e2e.test_router_control import call
 from support.clusters import STOP_S, wait_ready
-from support.rays import running_ray
+from support.doc_commands import BLOCKS
+from support.rays import running_nodes
 from support.serving import until
+
+from pla_sglang.fleet.cluster.ports import free_port
 
 pytestmark = pytest.mark.e2e
 
-ARGUMENTS = ("--stateless", "1", "--policy", "least-tokens", "--pla-emulate", "h100-llama3.1-8b-tp1")
+PAGE = "docs/reference/actuators.md"
+PORT = "6380"  # on the page
 
 
-def command(address: str, *arguments: str) -> list[str]:
-    return [sys.executable, "-m", "pla_sglang.launch_cluster", "--on", "ray", "--ray-address", address, *arguments]
+def read_tutorial() -> tuple[list[list[str]], list[str]]:
+    """The commands of the page that start nodes, and the one that starts the fleet, on a free port."""
+    (block,) = (block for block in BLOCKS if block.page == PAGE and block.text.startswith("ray start"))
+    port = str(free_port())
+    *nodes, (_, *fleet) = [[word.replace(PORT, port) for word in command.words] for command in block.commands]
+    return nodes, [sys.executable, *fleet]
 
 
 @contextlib.contextmanager
-def running(address: str, folder: Path) -> Iterator[dict[str, Any]]:
+def running(command: Sequence[str], folder: Path) -> Iterator[dict[str, Any]]:
     """``launch_cluster --on ray``, which ends as with Ctrl-C."""
     state, log = folder / "state.json", folder / "log"
-    words = command(address, *ARGUMENTS, "--state-file", str(state))
     with log.open("wb") as output:
-        process = subprocess.Popen(words, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        process = subprocess.Popen(
+            [*command, "--state-file", str(state)], stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
     try:
         yield wait_ready(process, state, log) | {"process": process, "state_file": state, "log": log}
     finally:
@@ -45,20 +54,18 @@ def running(address: str, folder: Path) -> Iterator[dict[str, Any]]:
         process.wait()
 
 
-def test_a_fleet_in_ray_serves_and_heals(tmp_path: Path) -> None:
+def test_the_tutorial_of_the_page_serves_and_heals(tmp_path: Path) -> None:
     pytest.importorskip("nixl", reason="stateless instances need NIXL")
-    with running_ray() as ray_cluster:
-        with running(ray_cluster.address, tmp_path) as cluster:
-            url, lost = cluster["url"], cluster["instances"][0]
+    pytest.importorskip("ray", reason="Ray is an extra")
+    nodes, command = read_tutorial()
+    with running_nodes(nodes, tmp_path):
+        with running(command, tmp_path) as cluster:
+            url, (lost, other) = cluster["url"], cluster["instances"]
             assert call(f"{url}/generate", BODY)[0] == 200
             os.kill(lost["actor_pid"], signal.SIGKILL)
-            until(
-                lambda: serves_elsewhere(url, lost["url"]), patience_s=LIMIT_S, what="it is back, and the router knows"
-            )
+            until(lambda: is_replaced(url, lost, other), patience_s=LIMIT_S, what="it is back, and the router knows")
             assert not psutil.pid_exists(lost["pid"])
-            again = subprocess.run(
-                command(ray_cluster.address, *ARGUMENTS), capture_output=True, text=True, check=False
-            )
+            again = subprocess.run(command, capture_output=True, text=True, check=False)
             assert (again.returncode, again.stderr.count("\n")) == (1, 1)
             assert "is there already" in again.stderr
         log = cluster["log"].read_text(errors="replace")
@@ -68,6 +75,7 @@ def test_a_fleet_in_ray_serves_and_heals(tmp_path: Path) -> None:
         assert not Path(cluster["state_file"]).exists()
 
 
-def serves_elsewhere(url: str, lost_url: str) -> bool:
+def is_replaced(url: str, lost: dict[str, Any], other: dict[str, Any]) -> bool:
     ready = ready_workers(url)
-    return len(ready) == 1 and lost_url not in ready and call(f"{url}/generate", BODY)[0] == 200
+    here = len(ready) == 2 and other["url"] in ready and lost["url"] not in ready
+    return here and call(f"{url}/generate", BODY)[0] == 200

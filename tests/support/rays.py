@@ -4,11 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import os
+import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+
+from support.serving import until
+
+HEAD_S, STOP_S = 60.0, 20.0
+
+
+def environment() -> dict[str, str]:
+    """In which Ray's processes find this checkout and ``tests``."""
+    return {"RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
 
 @contextlib.contextmanager
@@ -18,8 +30,8 @@ def running_ray(*, nodes: int = 2) -> Iterator[Any]:
     from ray.cluster_utils import Cluster
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        patch.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path))
+        for name, value in environment().items():
+            patch.setenv(name, value)
         cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False})
         try:
             for _ in range(nodes - 1):
@@ -27,3 +39,39 @@ def running_ray(*, nodes: int = 2) -> Iterator[Any]:
             yield cluster
         finally:
             cluster.shutdown()
+
+
+@contextlib.contextmanager
+def running_nodes(commands: Sequence[Sequence[str]], folder: Path) -> Iterator[None]:
+    """Nodes by their ``ray start --block``, one after the other. All that they have started is ended, by its id."""
+    nodes: list[subprocess.Popen[bytes]] = []
+    try:
+        for number, (program, *words) in enumerate(commands):
+            assert program == "ray"
+            log = folder / f"node-{number}.log"
+            with log.open("wb") as output:
+                node = subprocess.Popen(
+                    [sys.executable, "-m", "ray.scripts.scripts", *words],
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    env=os.environ | environment(),
+                    start_new_session=True,
+                )
+            nodes.append(node)
+            until(lambda log=log: "Ray runtime started" in log.read_text(), what=f"node {number}", patience_s=HEAD_S)
+        yield
+    finally:
+        for node in reversed(nodes):
+            end_family(node)
+
+
+def end_family(process: subprocess.Popen[bytes]) -> None:
+    family = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+    process.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(STOP_S)
+    for one in family:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            one.kill()
+    process.kill()
+    process.wait()

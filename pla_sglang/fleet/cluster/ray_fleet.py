@@ -22,7 +22,6 @@ from typing import Any
 
 import ray
 from ray.exceptions import ActorDiedError, RayError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from pla_sglang.common.errors import ConfigError
 from pla_sglang.fleet.actuators.ray_actuator import LEASE_S, PLACED_S
@@ -44,11 +43,12 @@ from pla_sglang.sim.emulate.arguments import FLAG as EMULATE
 from pla_sglang.sim.emulate.arguments import names_model
 
 DESCRIBE_S = 5.0  # for an instance's actor to say how it is
+HEAD = "node:__internal_head__"  # a resource that Ray gives to the head's node alone
 LIVES = frozenset({"starting", "ready"})
 
 
 def count_gpus(arguments: Sequence[str]) -> int:
-    """Of an instance with these arguments. Raises ConfigError for one that one node cannot hold."""
+    """How many an instance with these arguments has. Raises ConfigError for one that one node cannot hold."""
     nodes = value_of(arguments, "--nnodes")
     if nodes not in (None, "1"):
         raise ConfigError(f"--nnodes {nodes} is not for --on ray: an instance has GPUs of one node; allowed: 1")
@@ -358,7 +358,7 @@ def _read_name(name: str) -> tuple[str, int | None]:
 def create_fleet(
     where: RayFleetName, config: ClusterConfig, environment: dict[str, str], *, engine: str = ENGINE
 ) -> None:
-    """Make its actor, on the head's node where that has room: without the head it is of no use.
+    """Make its actor, on the head's node: without the head it is of no use.
 
     ``engine``: the module that each instance runs. Raises ClusterError.
     """
@@ -367,11 +367,9 @@ def create_fleet(
     except (ConnectionError, RuntimeError, ValueError, RayError) as error:
         raise ClusterError(f"{where}: {str(error).strip().splitlines()[0]}") from None
     try:
-        head = next((node["NodeID"] for node in ray.nodes() if "node:__internal_head__" in node["Resources"]), None)
-        placed = NodeAffinitySchedulingStrategy(head, soft=True) if head is not None else "DEFAULT"
         fleet = (
             ray.remote(Fleet)
-            .options(name=FLEET, lifetime="detached", num_cpus=0, max_restarts=-1, scheduling_strategy=placed)
+            .options(name=FLEET, lifetime="detached", num_cpus=0, max_restarts=-1, resources={HEAD: 0.001})
             .remote(config, environment, engine)
         )
         ray.get(fleet.list_instances.remote("", "", False), timeout=PLACED_S)

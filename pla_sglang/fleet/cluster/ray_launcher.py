@@ -32,8 +32,9 @@ from pla_sglang.launch_server import request_line
 LOOK_S = 0.5  # between two looks at the fleet
 ROUTER_STOP_S = 10.0
 LOST = (
-    "instances and router serve on; until it is back nothing is started, stopped or started again, and the list of"
-    " instances is lost. Ray ends actors, and their instances with them, after RAY_gcs_rpc_server_reconnect_timeout_s"
+    "instances and router serve on; until it answers nothing is started or stopped. With Ray's head gone the list of"
+    " instances is lost, nothing is started again, and Ray ends all actors, and their instances with them, after"
+    " gcs_rpc_server_reconnect_timeout_s"
 )
 
 
@@ -163,7 +164,7 @@ class RayCluster:
             self._log_line(f"{name} is {new['state']} at {new['url']}{why}")
 
     async def _tell_router(self) -> None:
-        """Of new addresses, and of those that are no more. A planner in it may have been faster."""
+        """Tell it of new addresses, and of those that are no more. A planner in it may have been faster."""
         present = {row["url"] for row in self._rows.values() if row["state"] in ("starting", "ready", "stopping")}
         if self._url is None or present == self._told:
             return
@@ -236,7 +237,7 @@ async def _answers(http: aiohttp.ClientSession, url: str) -> bool:
 
 
 async def end_fleet(where: RayFleetName) -> None:
-    """Of a launcher that is gone. Raises ActuatorError."""
+    """End what a launcher that is gone has left. Raises ActuatorError."""
     actuator = RayActuator(where)
     try:
         await actuator.end_fleet()
