@@ -146,7 +146,8 @@ class Helper:
         if self.error is not None:
             raise ActuatorError(self.error)
         self._last_id += 1
-        self._answers[self._last_id] = answer = Future()
+        answer: Future[Any] = Future()
+        self._answers[self._last_id] = answer
         line = json.dumps({"id": self._last_id, "call": call, "arguments": arguments})
         assert self._process.stdin is not None
         try:

@@ -52,6 +52,13 @@ def test_what_names_no_actuator_is_refused(text: str, line: str, tmp_path: Path)
     assert "\n" not in str(caught.value)
 
 
+def test_a_fleet_in_ray_needs_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError) as caught:
+        open_actuator("ray:auto/pla")
+    assert "needs Ray, which is not installed; allowed after: pip install 'pla-sglang[ray]'" in str(caught.value)
+
+
 def ask(folder: Path, answer: str, order: Callable[[Actuator], Any]) -> tuple[Any, list[str]]:
     """What an order gives to whom a cluster answers ``answer``; and the commands that the cluster got."""
     state_file = folder / "state.json"

@@ -217,6 +217,7 @@ def test_gpus_are_those_of_the_ranks() -> None:
 
 def test_a_head_that_is_gone_is_said() -> None:
     """In a Ray of its own, which ends before its fleet does."""
+    pytest.importorskip("ray", reason="Ray is an extra")
     from pla_sglang.fleet.cluster.ray_fleet import create_fleet
 
     with running_ray(nodes=1) as cluster:
