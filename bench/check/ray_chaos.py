@@ -5,7 +5,8 @@
 Two raylets on this machine, started for this; ``launch_cluster --on ray`` with emulated stateless engines and our
 router, ``--migration on``. A day of traffic is replayed (prompts and answers in the lengths of chats), every token
 checked. Meanwhile an instance's actor is killed, and once the fleet is whole again, the raylet that does not have the
-head: its instances end with it. Then a second replay begins, and the head's own process is killed.
+head: its instances end with it, ``--lost-instances`` of them. Then a second replay begins, and the head's own process
+is killed. With several lost at once a stream may move from one to the next, be lost twice, and then be given up.
 
 ``streams_hit``: streams that went on at another instance. ``whole_again_s``: from a kill until the fleet has all its
 instances and the router serves with all; the longer one. ``startup_s``: how much of that the instance itself took, from
@@ -56,14 +57,17 @@ SYSTEM = {
 }
 TOLD = 10_000  # requests that the router can explain
 LOST_LINE = "instances and router serve on"
-SETTINGS = ("instances", "rate", "span_s", "policy", "profile", "time_scale", "seed")
+SETTINGS = ("instances", "lost_instances", "rate", "span_s", "policy", "profile", "time_scale", "seed")
 SUMS = ("streams", "completed", "tokens", "tokens_wrong")
 Options = argparse.Namespace
 
 
 @contextlib.contextmanager
-def running_rays(instances: int) -> Iterator[Any]:
-    """Two raylets, each with room for all instances. Raises ConfigError where Ray is not installed."""
+def running_rays(instances: int, lost_instances: int) -> Iterator[Any]:
+    """Two raylets: the head's has room for all instances, the one that is to be lost for some.
+
+    Raises ConfigError where Ray is not installed.
+    """
     if importlib.util.find_spec("ray") is None:
         raise ConfigError("ray_chaos needs Ray, which is not installed; allowed after: pip install 'pla-sglang[ray]'")
     from ray.cluster_utils import Cluster
@@ -72,7 +76,7 @@ def running_rays(instances: int) -> Iterator[Any]:
     head = {"num_cpus": instances, "include_dashboard": False, "_system_config": SYSTEM}
     rays = Cluster(initialize_head=True, head_node_args=head)
     try:
-        rays.add_node(num_cpus=instances)
+        rays.add_node(num_cpus=lost_instances)
         yield rays
     finally:
         rays.shutdown()
@@ -143,11 +147,11 @@ async def lose_actor_and_raylet(fleet: RayFleet, rays: Any, options: Options) ->
     async with asyncio.TaskGroup() as group:
         group.create_task(FaultClient(fleet.url).send_all(streams))
         await until(lambda: sum(stream.has(1) for stream in streams) > 5, limit_s=60.0, what="first streams")
-        victim = fleet.list_instances()[0]
-        losses.append(await fleet.lose("actor", [victim["name"]], lambda: os.kill(victim["actor_pid"], signal.SIGKILL)))
-        await asyncio.sleep(QUIET_S)
         (node,) = rays.worker_nodes
         raylet = node.all_processes["raylet"][0].process
+        victim = next(row for row in fleet.list_instances() if not is_below(row["actor_pid"], raylet.pid))
+        losses.append(await fleet.lose("actor", [victim["name"]], lambda: os.kill(victim["actor_pid"], signal.SIGKILL)))
+        await asyncio.sleep(QUIET_S)
         lost = [row["name"] for row in fleet.list_instances() if is_below(row["actor_pid"], raylet.pid)]
         losses.append(await fleet.lose("raylet", lost, lambda: end_process(raylet)))
     hops = [find_hops(explain_request(fleet.url, stream.rid)) for stream in streams]
@@ -224,6 +228,7 @@ PAGES = {"ray_chaos": page}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--instances", type=int, default=3, help="engines, at least 2")
+    parser.add_argument("--lost-instances", type=int, default=1, help="for which the raylet that is lost has room")
     parser.add_argument("--rate", type=float, default=2.0, help="mean requests/s, of real time")
     parser.add_argument("--span-s", type=float, default=200.0, help="of the day, in which both losses are to be")
     parser.add_argument("--policy", default="least-tokens")
@@ -234,13 +239,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: Options) -> int:
     """Raises ConfigError, ServerError, TimeoutError."""
     require("--instances", options.instances, 2)
+    require("--lost-instances", options.lost_instances, 1, options.instances - 1)
     require("--rate", options.rate, 0, above=True)
     require("--span-s", options.span_s, 0, above=True)
     about = report.environment()
     result: Row = {"bench": "ray_chaos"}
     with (
         measuring(),
-        running_rays(options.instances) as rays,
+        running_rays(options.instances, options.lost_instances) as rays,
         servers.running_cluster(cluster_flags(rays.address, options), options.out, "ray_chaos") as described,
     ):
         fleet = RayFleet(described, options.out, options.instances)

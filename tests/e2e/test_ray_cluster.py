@@ -14,10 +14,12 @@ from typing import Any
 import psutil
 import pytest
 from e2e.test_cluster_scaling import BODY, LIMIT_S, ready_workers
+from e2e.test_planner_live import ARGUMENTS, PLANNER
+from e2e.test_planner_live import test_a_fleet_grows_under_load_and_shrinks_after_it as grow_and_shrink
 from e2e.test_router_control import call
 from support.clusters import STOP_S, wait_ready
 from support.doc_commands import BLOCKS
-from support.rays import running_nodes
+from support.rays import running_nodes, running_ray
 from support.serving import until
 
 from pla_sglang.fleet.cluster.ports import free_port
@@ -79,3 +81,12 @@ def is_replaced(url: str, lost: dict[str, Any], other: dict[str, Any]) -> bool:
     ready = ready_workers(url)
     here = len(ready) == 2 and other["url"] in ready and lost["url"] not in ready
     return here and call(f"{url}/generate", BODY)[0] == 200
+
+
+def test_a_planner_scales_it(tmp_path: Path) -> None:
+    """As a cluster on this machine."""
+    pytest.importorskip("nixl", reason="stateless instances need NIXL")
+    with running_ray(nodes=1) as rays:
+        command = [sys.executable, "-m", "pla_sglang.launch_cluster", "--on", "ray", "--ray-address", rays.address]
+        with running([*command, *ARGUMENTS, f"--router-args={PLANNER}"], tmp_path) as cluster:
+            grow_and_shrink(cluster)

@@ -38,6 +38,7 @@ from pla_sglang.fleet.cluster.supervisor import (
     STOP_GRACE_S,
 )
 from pla_sglang.fleet.cluster.tied import ENGINE, start_tied
+from pla_sglang.fleet.cluster.zygote import die_with_parent
 from pla_sglang.plugin.platform import value_of
 from pla_sglang.sim.emulate.arguments import FLAG as EMULATE
 from pla_sglang.sim.emulate.arguments import names_model
@@ -73,6 +74,7 @@ class Instance:
     def __init__(
         self, config: ClusterConfig, kind: str, name: str, plan: int | None, environment: dict[str, str], engine: str
     ) -> None:
+        die_with_parent(os.getppid())  # the node's raylet: all its instances end at once, not one after the other
         host = ray.util.get_node_ip_address()
         spec = new_instance(dataclasses.replace(config, host=host), kind, 0, free_port)
         on_cpu = not count_gpus(spec.argv)
