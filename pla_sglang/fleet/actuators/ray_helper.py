@@ -17,10 +17,9 @@ from typing import Any
 import ray
 from ray.exceptions import ActorDiedError, RayError
 
-from pla_sglang.fleet.actuators.ray_names import FLEET
+from pla_sglang.fleet.actuators.ray_names import FLEET, listens
 
 CALLS = frozenset({"start_instance", "stop_instance", "list_instances", "end_fleet"})
-HEAD_S = 2.0  # in which a head takes a connection
 
 
 def describe_error(error: BaseException) -> str:
@@ -55,7 +54,8 @@ class Helper:
 
     async def _call(self, method: str, arguments: list[Any]) -> Any:
         assert method in CALLS, method
-        await self._check_head()
+        if not await asyncio.to_thread(listens, self._head):  # the fleet's actor answers for a while after that
+            raise ConnectionError(f"the head of Ray at {self._head} is gone")
         fleet = self._fleet = self._fleet or await asyncio.to_thread(ray.get_actor, FLEET, namespace=self._name)
         try:
             answer = await getattr(fleet, method).remote(*arguments)
@@ -66,15 +66,6 @@ class Helper:
             ray.kill(fleet)
         return answer
 
-    async def _check_head(self) -> None:
-        """The fleet's actor answers for a while after the head is gone. Raises OSError."""
-        host, _, port = self._head.rpartition(":")
-        try:
-            _, writer = await asyncio.wait_for(asyncio.open_connection(host, int(port)), HEAD_S)
-        except OSError:
-            raise OSError(f"the head of Ray at {self._head} is gone") from None
-        writer.close()
-
 
 def write_line(output: int, value: dict[str, Any]) -> None:
     os.write(output, json.dumps(value).encode() + b"\n")
@@ -84,6 +75,8 @@ def main(address: str, name: str) -> None:
     output = os.dup(1)
     os.dup2(2, 1)  # what Ray prints is no answer
     try:
+        if not listens(address):
+            raise ConnectionError(f"no head of Ray listens at {address}")
         ray.init(address=address, namespace=name, log_to_driver=False, logging_level="ERROR")
     except (RayError, ConnectionError, RuntimeError, ValueError) as error:
         write_line(output, {"id": 0, "error": describe_error(error)})

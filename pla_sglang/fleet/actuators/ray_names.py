@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import socket
 
 from pla_sglang.common.errors import ConfigError
 
 FLEET = "fleet"  # name of the actor that knows the instances of a fleet, in the namespace of the fleet's name
+HEAD_S = 2.0  # in which a head takes a connection
 INSTALL = "pip install 'pla-sglang[ray]'"
 
 
@@ -26,3 +28,15 @@ class RayFleetName:
 
     def __str__(self) -> str:
         return f"ray:{self.address}/{self.name}"
+
+
+def listens(address: str) -> bool:
+    """True if somebody does at HOST:PORT. Ray itself would look for minutes. ``auto`` is for Ray to find."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        return True
+    try:
+        with socket.create_connection((host, int(port)), HEAD_S):
+            return True
+    except OSError:
+        return False

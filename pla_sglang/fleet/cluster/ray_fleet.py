@@ -25,7 +25,7 @@ from ray.exceptions import ActorDiedError, RayError
 
 from pla_sglang.common.errors import ConfigError
 from pla_sglang.fleet.actuators.ray_actuator import LEASE_S, PLACED_S
-from pla_sglang.fleet.actuators.ray_names import FLEET, RayFleetName
+from pla_sglang.fleet.actuators.ray_names import FLEET, RayFleetName, listens
 from pla_sglang.fleet.cluster.children import ClusterError
 from pla_sglang.fleet.cluster.logs import LastErrors
 from pla_sglang.fleet.cluster.ports import free_port
@@ -364,6 +364,8 @@ def create_fleet(
 
     ``engine``: the module that each instance runs. Raises ClusterError.
     """
+    if not listens(where.address):
+        raise ClusterError(f"{where}: no head of Ray listens at {where.address}")
     try:
         ray.init(address=where.address, namespace=where.name, log_to_driver=False, logging_level="ERROR")
     except (ConnectionError, RuntimeError, ValueError, RayError) as error:

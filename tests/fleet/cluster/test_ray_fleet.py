@@ -202,6 +202,20 @@ def test_a_fleet_that_is_not_there_is_named(ray_address: str) -> None:
     run(RayFleetName(ray_address, "nobody"), act)
 
 
+def test_a_head_that_is_not_there_is_said() -> None:
+    pytest.importorskip("ray", reason="Ray is an extra")
+    from pla_sglang.fleet.cluster.ray_fleet import create_fleet
+
+    async def act(actuator: RayActuator) -> None:
+        with pytest.raises(ActuatorError, match=r"list_instances: ray:127\.0\.0\.1:1/pla: no head of Ray listens"):
+            await actuator.list_instances()
+
+    nowhere = RayFleetName("127.0.0.1:1", "pla")
+    with pytest.raises(ClusterError, match=r"ray:127\.0\.0\.1:1/pla: no head of Ray listens at 127\.0\.0\.1:1"):
+        create_fleet(nowhere, CONFIG, {}, engine=ENGINE)
+    run(nowhere, act)
+
+
 def test_gpus_are_those_of_the_ranks() -> None:
     pytest.importorskip("ray", reason="Ray is an extra")
     from pla_sglang.fleet.cluster.ray_fleet import count_gpus
