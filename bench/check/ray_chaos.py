@@ -14,7 +14,7 @@ its process to its first health check. What is beyond is to be ``AIM_S`` at most
 asked to serve without a head, with ``headless_streams`` sent and ``headless_completed``. ``lost_is_said``: the
 launcher's log says what is lost then.
 
-Health checks of Ray are set closer, and its wait for a lost head longer, than it has them by itself (``SYSTEM``).
+Health checks of Ray are set closer, and its wait for a lost head longer, than it has them by itself (``SYSTEM``, ``ENVIRONMENT``).
 Exit status 1: a stream failed, a token was wrong, or the fleet was not whole again in time.
 """
 
@@ -53,8 +53,9 @@ SYSTEM = {
     "health_check_period_ms": 1000,
     "health_check_timeout_ms": 1000,
     "health_check_failure_threshold": 3,
-    "gcs_rpc_server_reconnect_timeout_s": 600,
 }
+# A raylet reads this one before it knows what its head was told, so that it has to be in every node's environment.
+ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_gcs_rpc_server_reconnect_timeout_s": "600"}
 TOLD = 10_000  # requests that the router can explain
 LOST_LINE = "instances and router serve on"
 SETTINGS = ("instances", "lost_instances", "rate", "span_s", "policy", "profile", "time_scale", "seed")
@@ -72,7 +73,7 @@ def running_rays(instances: int, lost_instances: int) -> Iterator[Any]:
         raise ConfigError("ray_chaos needs Ray, which is not installed; allowed after: pip install 'pla-sglang[ray]'")
     from ray.cluster_utils import Cluster
 
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ.update(ENVIRONMENT)
     head = {"num_cpus": instances, "include_dashboard": False, "_system_config": SYSTEM}
     rays = Cluster(initialize_head=True, head_node_args=head)
     try:
