@@ -14,7 +14,8 @@ its process to its first health check. What is beyond is to be ``AIM_S`` at most
 asked to serve without a head, with ``headless_streams`` sent and ``headless_completed``. ``lost_is_said``: the
 launcher's log says what is lost then.
 
-Health checks of Ray are set closer, and its wait for a lost head longer, than it has them by itself (``SYSTEM``, ``ENVIRONMENT``).
+Health checks of Ray are set closer, and its wait for a lost head longer, than it has them by itself (``SYSTEM``,
+``ENVIRONMENT``).
 Exit status 1: a stream failed, a token was wrong, or the fleet was not whole again in time.
 """
 

@@ -32,7 +32,7 @@ PORT = "6380"  # on the page
 
 def read_tutorial() -> tuple[list[list[str]], list[str]]:
     """The commands of the page that start nodes, and the one that starts the fleet, on a free port."""
-    (block,) = (block for block in BLOCKS if block.page == PAGE and block.text.startswith("ray start"))
+    (block,) = (block for block in BLOCKS if block.page == PAGE and " ray start " in block.text)
     port = str(free_port())
     *nodes, (_, *fleet) = [[word.replace(PORT, port) for word in command.words] for command in block.commands]
     return nodes, [sys.executable, *fleet]

@@ -43,15 +43,16 @@ def running_ray(*, nodes: int = 2) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def running_nodes(commands: Sequence[Sequence[str]], folder: Path) -> Iterator[None]:
-    """Nodes by their ``ray start --block``, one after the other. All that they have started is ended, by its id."""
+    """Nodes by their ``env ... ray start --block``, one after the other. All that they have started is ended, by its id."""
     nodes: list[subprocess.Popen[bytes]] = []
     try:
-        for number, (program, *words) in enumerate(commands):
-            assert program == "ray"
+        ray = [sys.executable, "-m", "ray.scripts.scripts"]
+        for number, words in enumerate(commands):
+            place = words.index("ray")
             log = folder / f"node-{number}.log"
             with log.open("wb") as output:
                 node = subprocess.Popen(
-                    [sys.executable, "-m", "ray.scripts.scripts", *words],
+                    [*words[:place], *ray, *words[place + 1 :]],
                     stdout=output,
                     stderr=subprocess.STDOUT,
                     env=os.environ | environment(),

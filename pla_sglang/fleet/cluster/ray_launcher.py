@@ -34,7 +34,7 @@ ROUTER_STOP_S = 10.0
 LOST = (
     "instances and router serve on; until it answers nothing is started or stopped. With Ray's head gone the list of"
     " instances is lost, nothing is started again, and Ray ends all actors, and their instances with them, after"
-    " gcs_rpc_server_reconnect_timeout_s"
+    " RAY_gcs_rpc_server_reconnect_timeout_s"
 )
 
 
