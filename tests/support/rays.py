@@ -43,7 +43,7 @@ def running_ray(*, nodes: int = 2) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def running_nodes(commands: Sequence[Sequence[str]], folder: Path) -> Iterator[None]:
-    """Nodes by their ``env ... ray start --block``, one after the other. All that they have started is ended, by its id."""
+    """Nodes by their ``env ... ray start --block``, one after the other. All that they start is ended, by its id."""
     nodes: list[subprocess.Popen[bytes]] = []
     try:
         ray = [sys.executable, "-m", "ray.scripts.scripts"]
