@@ -232,7 +232,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--instances", type=int, default=3, help="engines, at least 2")
     parser.add_argument("--lost-instances", type=int, default=1, help="for which the raylet that is lost has room")
     parser.add_argument("--rate", type=float, default=2.0, help="mean requests/s, of real time")
-    parser.add_argument("--span-s", type=float, default=200.0, help="of the day, in which both losses are to be")
+    parser.add_argument("--span-s", type=float, default=110.0, help="of the day, in which both losses are to be")
     parser.add_argument("--policy", default="least-tokens")
     cli.add_emulated_device(parser, time_scale=4.0)
     cli.add_output(parser)

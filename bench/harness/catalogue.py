@@ -16,7 +16,7 @@ _ALL = (
     Bench("check.overload_router", "15 min", "engines", results="emulated"),
     Bench("check.parity", "6 min", "engines"),
     Bench("check.poison.bench", "40 min", "engines"),
-    Bench("check.ray_chaos", "8 min", "engines, Ray", results="emulated"),
+    Bench("check.ray_chaos", "6 min", "engines, Ray", results="emulated"),
     Bench("check.router_clients", "3 min", "engines"),
     Bench("check.survive", "20 min", "engines", results="emulated"),
     Bench("check.upgrade", "10 min", "engines, 2 SGLangs", results="emulated"),

@@ -1,9 +1,9 @@
 """What starts and stops instances of a fleet: one interface, and what stands behind it.
 
 ``interface`` is what a planner knows; ``local`` orders from the cluster of ``launch_cluster``, ``ray_actuator`` from
-its fleet in Ray, ``kubernetes_*`` from Kubernetes; ``lease`` lets one planner alone scale a fleet; ``cluster_socket`` is
-what ``local`` and the cluster speak, and the cluster imports it too. The packages of Ray and of Kubernetes are imported
-only where they are named.
+its fleet in Ray, ``kubernetes_*`` from Kubernetes; ``lease`` lets one planner alone scale a fleet; ``cluster_socket``
+is what ``local`` and the cluster speak, and the cluster imports it too. The packages of Ray and of Kubernetes are
+imported only where they are named.
 """
 
 from __future__ import annotations
