@@ -51,7 +51,11 @@ class _Moments:
 
 
 class LoadMeter:
-    """Counts arrivals and ends; ``take`` closes an interval."""
+    """Counts arrivals and ends; ``take`` closes an interval.
+
+    After an interval without arrivals the first one has no gap before it. That time is a load of 0, which the rate
+    says already. As a gap it would pass for bursts, for which a planner would order instances.
+    """
 
     def __init__(self) -> None:
         self.in_flight = 0
@@ -89,6 +93,8 @@ class LoadMeter:
             self._gaps.cv2(),
             self._inputs.cv2(),
         )
+        if not self._inputs.count:
+            self._arrived_s = None
         self._start_s, self._area = now_s, 0.0
         self._inputs, self._outputs, self._gaps = _Moments(), _Moments(), _Moments()
         return sample

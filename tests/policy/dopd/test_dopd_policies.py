@@ -113,6 +113,24 @@ def test_load_meter_by_hand() -> None:
     assert meter.take(20.0) is None
 
 
+@pytest.mark.parametrize("gap_s", [600.0, 86_400.0, 7 * 86_400.0])
+def test_a_gap_of_days_is_no_burst(gap_s: float) -> None:
+    """One request a second before and after: the first interval after the gap is planned as the last before it."""
+    meter, samples = LoadMeter(), []
+    meter.take(0.0)
+    for start_s in (0.0, gap_s):
+        for index in range(60):
+            meter.arrive(100, start_s + index + 0.5)
+        samples.append(meter.take(start_s + 60.0))
+        if not start_s:
+            assert meter.take(gap_s) == LoadSample(None, None, 60.0, 0.0)
+    before, after = samples
+    assert before is not None
+    assert after is not None
+    assert before.arrival_cv2 == pytest.approx(after.arrival_cv2, abs=1e-6)
+    assert before.rate_per_s == after.rate_per_s == 1.0
+
+
 def feed(controller: DopdController, start_s: float, rate_per_s: int, seconds: int = 10) -> None:
     """Requests of 990 tokens that stay for one second; those of the interval before end in this one."""
     for index in range(rate_per_s * seconds):
