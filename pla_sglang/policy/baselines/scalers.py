@@ -22,7 +22,7 @@ from pla_sglang.policy.common.forecast import Forecaster, LastValue, next_values
 from pla_sglang.policy.common.load_meter import LoadMeter
 from pla_sglang.policy.common.plan_log import Forecast, Look
 from pla_sglang.policy.common.predictor import PredictingPolicy, TtftPredictor
-from pla_sglang.policy.common.scaling import Limits, PhaseScaling, Scaling, Wanted, steps_ahead
+from pla_sglang.policy.common.scaling import Limits, PhaseScaling, Scaling, Wanted, last_ready_s, steps_ahead
 from pla_sglang.policy.common.tables import DecodeTable, PrefillTable
 from pla_sglang.policy.interface.decisions import FleetAction, Hold, Observer, ScaleTo
 from pla_sglang.policy.interface.fleet import FleetView, InstanceView, RequestView, Role
@@ -34,7 +34,8 @@ class ThresholdKnobs:
     """Attributes:
     ttft_slo_s: what a prefill backlog is measured by.
     high, low: utilisation thresholds.
-    cool_down_s: between two changes of one role.
+    cool_down_s: between two changes of one role. None leaves so soon after the newest became ready either: what that
+        one does for the utilisation is not known before.
     role_max: largest count of each role, where no limits of the fleet are given.
     """
 
@@ -93,6 +94,8 @@ class ThresholdScaler:
         if max(utilisations) > self.knobs.high:
             have, change = have + 1, FleetReason.UTILISATION_HIGH
         elif max(utilisations) < self.knobs.low:
+            if now_s - last_ready_s(scaling.members(fleet)) < self.knobs.cool_down_s:
+                return Hold(FleetReason.COOL_DOWN)
             have, change = have - 1, FleetReason.UTILISATION_LOW
         return Wanted.exactly(have, change, FleetReason.UTILISATION_IN_BAND)
 

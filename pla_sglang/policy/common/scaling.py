@@ -62,6 +62,11 @@ class Wanted:
         return cls(count, count, change, same, same)
 
 
+def last_ready_s(members: Sequence[InstanceView]) -> float:
+    """When the newest of them became ready; minus infinity where all were there at the start."""
+    return max((one.ready_s for one in members), default=-math.inf)
+
+
 class Scaling:
     """Brings one number to what is wanted. ``role`` None: of all instances together, whatever they do now."""
 

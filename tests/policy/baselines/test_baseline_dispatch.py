@@ -25,6 +25,7 @@ from pla_sglang.policy.baselines.dispatch import (
 from pla_sglang.policy.baselines.migration import LoadMigration, LoadMigrationKnobs
 from pla_sglang.policy.baselines.scalers import SlaKnobs, SlaScaler, ThresholdKnobs, ThresholdScaler
 from pla_sglang.policy.common.dispatch import least_tokens, split_roles
+from pla_sglang.policy.common.scaling import Limits, Scaling
 from pla_sglang.policy.common.tables import DecodeTable, PrefillTable
 from pla_sglang.policy.interface.decisions import Migrate, ScaleTo
 from pla_sglang.policy.interface.fleet import DecodeBatch, FleetView, InstanceState, Role
@@ -173,6 +174,11 @@ def threshold(**changes: Any) -> ThresholdScaler:
     return ThresholdScaler(ThresholdKnobs(ttft_slo_s=1.0, **changes), predictor())
 
 
+def threshold_planner(**changes: Any) -> ThresholdScaler:
+    """Of a whole fleet of 1 to 8."""
+    return ThresholdScaler(ThresholdKnobs(ttft_slo_s=1.0, **changes), predictor(), Scaling(Limits(1, 8)))
+
+
 def half(share: float) -> dict[str, Any]:
     return {"context_tokens": int(1000 * share), "kv_capacity_tokens": 1000}
 
@@ -203,6 +209,17 @@ def test_threshold_scaler_cools_down_and_has_a_maximum() -> None:
     reasons = [scaler.tick(view, now_s)[0].reason for now_s in (0.0, 59.0, 60.0)]
     assert reasons == [R.UTILISATION_HIGH, R.COOL_DOWN, R.UTILISATION_HIGH]
     assert threshold(role_max=1).tick(view, 0.0)[0].reason is R.UTILISATION_IN_BAND
+
+
+@pytest.mark.parametrize("cool_down_s", [30.0, 60.0, 120.0])
+def test_threshold_keeps_a_newcomer_for_the_cool_down(cool_down_s: float) -> None:
+    """It is ready 90 s after its order, when the order is no longer recent; more may come meanwhile."""
+    newcomer = mixed(ready_s=90.0)
+    scaler, view = threshold_planner(cool_down_s=cool_down_s), fleet(mixed(), newcomer, mixed())
+    asked_s = (90.0, 89.0 + cool_down_s, 90.0 + cool_down_s)
+    assert [scaler.tick(view, now_s)[0].reason for now_s in asked_s] == [R.COOL_DOWN, R.COOL_DOWN, R.UTILISATION_LOW]
+    busy = fleet(mixed(queued_tokens=900), newcomer, mixed(queued_tokens=9000))
+    assert threshold_planner(cool_down_s=cool_down_s).tick(busy, 90.0)[0].reason is R.UTILISATION_HIGH
 
 
 def test_sla_scaler_by_hand() -> None:
