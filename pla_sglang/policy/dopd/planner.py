@@ -32,7 +32,7 @@ from pla_sglang.policy.common.plan_log import Look, compare_loads
 from pla_sglang.policy.common.scaling import Limits, PhaseScaling, Wanted, steps_ahead
 from pla_sglang.policy.common.tables import DecodeTable, PrefillTable
 from pla_sglang.policy.dopd.batching import BatchingKnobs
-from pla_sglang.policy.dopd.ratio import batch_timeout_s, kingman_wait_s, optimal_ratio, servers_for_wait
+from pla_sglang.policy.dopd.ratio import batch_timeout_s, kingman_wait_s, optimal_ratio, servers_for_wait, split_cv2
 from pla_sglang.policy.interface.decisions import FleetAction, Hold, MeasuredPass, Observer, PrefillSample
 from pla_sglang.policy.interface.fleet import FleetView, RequestView, Role
 from pla_sglang.policy.interface.reasons import FleetReason
@@ -155,7 +155,10 @@ class Planner:
         """The knobs of Algorithm 1 on each of ``prefills`` instances: line 9 of Algorithm 2, and eq. 18 with eq. 10."""
         assert load.input_tokens is not None, "lengths are known"
         wait_s = kingman_wait_s(
-            load.rate_per_s / prefills, self.prefill_s(load.input_tokens), load.arrival_cv2, load.input_cv2
+            load.rate_per_s / prefills,
+            self.prefill_s(load.input_tokens),
+            split_cv2(load.arrival_cv2, prefills),
+            load.input_cv2,
         )
         timeout_s = batch_timeout_s(wait_s, safety=self.knobs.timeout_safety, longest_s=self.knobs.timeout_max_s)
         return BatchingKnobs(round(min(max(1.0, load.input_tokens), LONGEST_TOKENS)), timeout_s)

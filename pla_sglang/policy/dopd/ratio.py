@@ -33,6 +33,15 @@ def kingman_wait_s(rate_per_s: float, service_s: float, arrival_cv2: float, serv
     return rho / (1 - rho) * (arrival_cv2 + service_cv2) / 2 * service_s
 
 
+def split_cv2(arrival_cv2: float, count: int) -> float:
+    """Of the arrivals at one of ``count`` instances that share them at random; exact for a renewal process.
+
+    A burst is shared by all. With the whole stream's variation on each of them, a fleet would be planned for bursts
+    that none of its instances sees. Steady arrivals stay as they are: who dispatches them does not add chance.
+    """
+    return min(arrival_cv2, 1 + (arrival_cv2 - 1) / count)
+
+
 def servers_for_wait(
     rate_per_s: float,
     service_s: float,
@@ -41,7 +50,7 @@ def servers_for_wait(
     arrival_cv2: float,
     service_cv2: float,
 ) -> int:
-    """Least n with wait + service <= budget when n instances share the arrivals evenly (eq. 10 on each).
+    """Least n with wait + service <= budget when n instances share the arrivals (eq. 10 on each, ``split_cv2``).
 
     Where the service alone exceeds the budget no n is enough: the least n that keeps utilisation at or below 0.8.
     """
@@ -51,7 +60,9 @@ def servers_for_wait(
     if service_s >= budget_s:
         return max(1, math.ceil(rate_per_s * service_s / 0.8))
     count = stable
-    while kingman_wait_s(rate_per_s / count, service_s, arrival_cv2, service_cv2) + service_s > budget_s:
+    while (
+        kingman_wait_s(rate_per_s / count, service_s, split_cv2(arrival_cv2, count), service_cv2) + service_s > budget_s
+    ):
         count += 1
     return count
 

@@ -5,8 +5,10 @@ Table I of the paper: one H100, Llama-70B-FP8; milliseconds of one prefill, and 
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,7 +17,7 @@ from support.paper_formulas import expected_cost_s, pareto_moments
 
 from pla_sglang.common.errors import ConfigError
 from pla_sglang.policy.common.tables import DecodeTable, PrefillTable
-from pla_sglang.policy.dopd.ratio import batch_timeout_s, kingman_wait_s, optimal_ratio, servers_for_wait
+from pla_sglang.policy.dopd.ratio import batch_timeout_s, kingman_wait_s, optimal_ratio, servers_for_wait, split_cv2
 
 LENGTHS = [100, 200, 700, 1200, 1700]
 TTFT = PrefillTable(LENGTHS, [0.036, 0.046, 0.125, 0.193, 0.269])
@@ -108,9 +110,29 @@ def test_kingman_is_exact_where_theory_is() -> None:
 def test_servers_are_enough_and_one_less_is_not(rate: float, service_s: float, ca2: float, cs2: float) -> None:
     budget_s = 1.5 * service_s
     count = servers_for_wait(rate, service_s, budget_s=budget_s, arrival_cv2=ca2, service_cv2=cs2)
-    assert kingman_wait_s(rate / count, service_s, ca2, cs2) + service_s <= budget_s
+
+    def ttft_s(servers: int) -> float:
+        return kingman_wait_s(rate / servers, service_s, split_cv2(ca2, servers), cs2) + service_s
+
+    assert ttft_s(count) <= budget_s
     if count > 1:
-        assert kingman_wait_s(rate / (count - 1), service_s, ca2, cs2) + service_s > budget_s
+        assert ttft_s(count - 1) > budget_s
+
+
+@pytest.mark.parametrize(("ca2", "count"), [(30.0, 1), (30.0, 4), (9.0, 10)])
+def test_bursts_are_split_among_instances_as_chance_splits_them(ca2: float, count: int) -> None:
+    """Gaps that are short or long (hyperexponential); every request goes to one of the instances at random."""
+    rng = np.random.default_rng(4)
+    short = (1 + math.sqrt((ca2 - 1) / (ca2 + 1))) / 2  # balanced means, Whitt 1982
+    is_short = rng.random(400_000) < short
+    gaps = rng.exponential(np.where(is_short, 1 / (2 * short), 1 / (2 * (1 - short))))
+    mine = np.diff(np.cumsum(gaps)[rng.random(len(gaps)) < 1 / count])
+    assert mine.var() / mine.mean() ** 2 == pytest.approx(split_cv2(ca2, count), rel=0.1)
+
+
+@given(st.floats(0, 1), st.integers(1, 99))
+def test_steady_arrivals_stay_as_steady(ca2: float, count: int) -> None:
+    assert split_cv2(ca2, count) == pytest.approx(ca2)
 
 
 def test_servers_where_the_budget_is_hopeless_or_nobody_comes() -> None:
