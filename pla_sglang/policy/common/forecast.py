@@ -134,6 +134,8 @@ class Oracle:
 class Corrected:
     """Scales a forecaster by a running ratio of observed to forecast (section II-A, "correction factor").
 
+    An interval without load has no ratio: a gap of days would leave the factor at its lower bound.
+
     Args:
         inner: whose forecasts are scaled.
         weight: of the newest ratio, in (0, 1].
@@ -150,7 +152,7 @@ class Corrected:
 
     def add(self, value: float) -> None:
         expected = self.inner.next_value()
-        if expected is not None and expected > 0:
+        if expected is not None and expected > 0 and value > 0:
             ratio = min(max(value / expected, 1 / self._bound), self._bound)
             self.factor += self._weight * (ratio - self.factor)
         self.inner.add(value)

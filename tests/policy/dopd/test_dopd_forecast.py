@@ -217,3 +217,15 @@ def test_of_noise_few_fits_are_made() -> None:
     for _ in range(1000):
         ours.add(rng.expovariate(1.0))
     assert 2 <= ours.fits + ours.failed_fits <= 15
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_gap_leaves_the_correction_as_it_was(name: str) -> None:
+    """A day without load between two of 10 a minute: as much is expected after it as before."""
+    corrected = Corrected(MAKERS[name]())
+    for value in (*[10.0] * 60, *[0.0] * 1440):
+        corrected.add(value)
+    assert corrected.factor == pytest.approx(1.0)
+    for _ in range(12):
+        corrected.add(10.0)
+    assert corrected.next_value() == pytest.approx(10.0, rel=0.15)
