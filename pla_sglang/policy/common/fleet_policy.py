@@ -17,17 +17,25 @@ from pla_sglang.policy.common.client_gain import ClientGain, ClientGainKnobs
 from pla_sglang.policy.common.curve import profile_curve
 from pla_sglang.policy.common.dispatch import split_roles
 from pla_sglang.policy.common.forecast import Forecaster, HoltWinters, LastValue, RecentPeak
+from pla_sglang.policy.common.judged import Judged
 from pla_sglang.policy.common.predictor import PredictorKnobs, TtftPredictor
 from pla_sglang.policy.common.tables import DecodeTable, PrefillTable
 from pla_sglang.policy.interface.decisions import Controller, Dispatcher
 from pla_sglang.policy.interface.fleet import Role
 from pla_sglang.policy.interface.step_times import StepTimes
 
+_JUDGED: Mapping[str, Callable[[], Forecaster]] = {
+    "arima": ArimaForecaster,
+    "last": LastValue,
+    "peak": RecentPeak,
+    "holt_winters": HoltWinters,
+}
 FORECASTERS: Mapping[str, Callable[[], Forecaster]] = {
     "last": LastValue,
     "peak": RecentPeak,
     "holt_winters": HoltWinters,
     "arima": ArimaForecaster,
+    "judged": lambda: Judged(_JUDGED),
 }
 Knobs = TypeVar("Knobs")
 NO_PLANNER = "none"
