@@ -86,10 +86,13 @@ class SimulatedFleets:
 
     def run_arm(self, name: str) -> Figures:
         """Begins with the least instances that a planner may leave."""
-        policy, _, planner = name.partition("+")
-        instances = self._base.instances_min
-        experiment = dataclasses.replace(self._base, policy=policy, planner=planner, instances=instances)
-        return Figures.of(run_experiment(experiment, self._trace))
+        return self.run_planned(name, self._base.instances_min)
+
+    def run_planned(self, arm: str, instances: int, forecaster: str | None = None) -> Figures:
+        """``instances``: at the start; ``forecaster`` None: the planner's."""
+        policy, _, planner = arm.partition("+")
+        changes = {"policy": policy, "planner": planner, "instances": instances, "forecaster": forecaster}
+        return Figures.of(run_experiment(dataclasses.replace(self._base, **changes), self._trace))
 
     def run_fixed(self, instances: int) -> Figures:
         if instances not in self._fixed:

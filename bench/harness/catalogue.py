@@ -24,6 +24,7 @@ _ALL = (
     Bench("compare.chat", "5 min", "engines"),
     Bench("compare.elastic", "4 min", "nothing", results="simulated"),
     Bench("compare.elastic_live", "45 min", "engines", results="emulated"),
+    Bench("compare.elastic_recorded", "6 min", "traces", results="simulated"),
     Bench("compare.hol", "15 min", "engines"),
     Bench("compare.low_load", "10 min", "engines"),
     Bench("compare.overload", "8 min", "engines"),

@@ -1,0 +1,105 @@
+"""GPU-hours of a fleet that grows and shrinks over recorded hours, against the smallest fleet of a fixed size.
+
+As ``elastic``, on the arrivals and lengths of recorded hours, at ``--rate`` requests/s: so an hour takes minutes, and
+its changes come as many times faster, while instances take as long to start as they do. All arms begin with the
+smallest fixed fleet that has 95 % in target, as a recording begins in the middle of a load. An arm is a forecaster of
+planner ``dopd`` beside policy ``combined``. Traces: ``bench/lab/named_workloads.py``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.compare.elastic import FIXED_MOST, Figures, SimulatedFleets, base_of, simulate_arm
+from bench.harness.bench import Result, measuring
+from bench.harness.report import Cells, emit, environment, markdown, progress_bar, show
+from bench.lab.cells import data_folder
+from bench.lab.named_workloads import workload
+from pla_sglang.common.checks import require
+from pla_sglang.common.errors import ConfigError
+
+TRACES = ("azure_conv", "azure_code")
+FORECASTERS = ("arima", "judged")
+ARM = "combined+dopd"
+BEGIN_TARGET = 0.95
+
+
+class ForecastFleets(SimulatedFleets):
+    """Begins with ``begin`` instances; arms are names of forecasters."""
+
+    begin = 1
+
+    def run_arm(self, name: str) -> Figures:
+        return self.run_planned(ARM, self.begin, forecaster=name)
+
+
+def rows_of(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Of one trace, a row a forecaster. Raises ConfigError."""
+    load = workload(name, data_folder(options.data))
+    base = dataclasses.replace(base_of(options, startup_s=options.startup_s, most=FIXED_MOST), slo=load.slo)
+    fleets = ForecastFleets(base, load.trace.at_rate(options.rate))
+    begin = fleets.smallest_fixed(BEGIN_TARGET)
+    if begin is None:
+        raise ConfigError(f"{name}: {FIXED_MOST} instances do not keep {BEGIN_TARGET:.0%} at {options.rate:g}/s")
+    fleets.begin = begin
+    return [{"trace": name, "forecaster": one, **simulate_arm(one, fleets)} for one in FORECASTERS]
+
+
+def table(rows: Sequence[dict[str, Any]]) -> Cells:
+    header = ["trace", "forecaster", "GPU h", "lower bound", "attainment"]
+    header += ["over fixed", "fixed instances", "attainment", "started", "left"]
+    cells = []
+    for row in rows:
+        ratio = row["gpu_hours_vs_fixed"]
+        fixed = ["-"] * 3 if ratio is None else [f"{ratio:.2f}", str(row["fixed_instances"])]
+        fixed += [] if ratio is None else [f"{row['fixed_attainment']:.4f}"]
+        paid = [f"{row['gpu_hours']:.2f}", f"{row['lower_bound_gpu_hours']:.2f}", f"{row['attainment']:.4f}"]
+        names = [f"`{row['trace']}`", f"`{row['forecaster']}`"]
+        cells.append([*names, *paid, *fixed, str(row["scale_outs"]), str(row["scale_ins"])])
+    return header, cells
+
+
+def page(result: Result) -> str:
+    foot = f"`{ARM}` at {result['rate']:g}/s, `{result['profile']}`, start-up {result['startup_s']:g} s, a plan every"
+    foot += f" {result['plan_interval_s']:g} s. Commit {result['environment']['plugin_commit']}."
+    return "\n\n".join([markdown(*table(result["rows"]), right=True), foot])
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--data", type=Path, default=None, help="folder of the recorded traces")
+    parser.add_argument("--traces", default=",".join(TRACES), help="with commas between")
+    parser.add_argument("--rate", type=float, default=20.0, help="mean requests/s")
+    parser.add_argument("--profile", default="h100-llama3.1-70b-fp8-tp2", help="step profile of an instance")
+    parser.add_argument("--startup-s", type=float, default=27.5, help="from the order to a ready instance")
+    parser.add_argument("--plan-interval-s", type=float, default=10.0, help="between two plans")
+    parser.add_argument("--instances-min", type=int, default=2, help="that planners leave")
+    parser.add_argument("--out", type=Path, default=Path("bench_out"), help="folder of the result")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Raises ConfigError."""
+    require("--rate", options.rate, 0, above=True)
+    about, names, rows = environment(), options.traces.split(","), []
+    with measuring(), progress_bar("traces", len(names)) as advance:
+        for name in names:
+            rows += rows_of(name, options)
+            advance()
+    ratios = {f"{row['trace']}/{row['forecaster']}": row["gpu_hours_vs_fixed"] for row in rows}
+    settings = ("rate", "profile", "startup_s", "plan_interval_s", "instances_min")
+    result = {
+        "bench": "elastic_recorded",
+        "gpu_hours_vs_fixed": ratios,
+        "rows": rows,
+        **{name: getattr(options, name) for name in settings},
+        "environment": about,
+    }
+    show("GPU-hours over recorded hours, simulated", *table(rows))
+    emit(result, "elastic_recorded", options.out)
+    return 0
+
+
+PAGES = {"elastic_recorded": page}
