@@ -24,7 +24,7 @@ from bench.harness.steps import Row
 from bench.lab import cells
 from bench.lab.cells import CellRunner, data_folder
 from bench.lab.fleets import by_request, interval_plans
-from bench.lab.fleets.interval_plans import Forecasts, History, cheapest, fixed_fleet, planner_for
+from bench.lab.fleets.interval_plans import Forecasts, History, cheapest, fixed_fleet, lower_bound_hours, planner_for
 from bench.lab.fleets.load_series import LoadSeries, read_series
 from bench.lab.fleets.tables import Table, mark_best
 from pla_sglang.common.errors import ConfigError
@@ -48,6 +48,7 @@ FORECASTERS: Mapping[str, tuple[Callable[[], Forecaster], bool]] = {  # with its
     "holt_winters_daily": (lambda: HoltWinters(HoltWintersKnobs(season=DAY_HOURS)), True),
     "arima": (ArimaForecaster, True),
     "arima_raw": (ArimaForecaster, False),
+    "judged": (CANDIDATES["judged"], True),
 }
 ORACLE, FIXED = "oracle", "fixed"
 MEASURED = (*FORECASTERS, ORACLE, FIXED)
@@ -87,7 +88,10 @@ def measure_cell(cell: Cell) -> Row:
             expected = interval_plans.forecasts(cell.samples, make, corrected=corrected)
         error = relative_error(cell.samples, expected)
         bills = [cheapest(history, expected, target) for target in TARGETS]
-    by_target = {f"{target:g}": dataclasses.asdict(bill) for target, bill in zip(TARGETS, bills, strict=True)}
+    by_target = {
+        f"{target:g}": {**dataclasses.asdict(bill), "lower_bound_gpu_hours": lower_bound_hours(history, target)}
+        for target, bill in zip(TARGETS, bills, strict=True)
+    }
     return {"error": error, "by_target": by_target}
 
 

@@ -166,6 +166,19 @@ def least_headroom(history: History, expected: Forecasts, target: float, floor: 
     return best
 
 
+def lower_bound_hours(history: History, target: float) -> float:
+    """What anybody pays at least: the intervals that serve most for an instance, until ``target`` is served."""
+    pairs = zip(history.needs[1:], history.samples[1:], strict=True)  # without the first, as in ``replay``
+    needs = [(need.prefill + need.decode, sample.rate_per_s) for need, sample in pairs if need is not None]
+    missing = target * sum(rate for _, rate in needs)
+    instances = 0.0
+    for count, rate in sorted(needs, key=lambda pair: pair[0] / pair[1]):
+        share = min(1.0, missing / rate)
+        instances += share * count
+        missing -= share * rate
+    return instances * history.interval_s / 3600
+
+
 def fixed_fleet(history: History, target: float) -> Bill:
     """The fewest instances that never change and keep ``target`` (``floor``): what scaling has to beat."""
     pairs = zip(history.needs[1:], history.samples[1:], strict=True)  # without the first, as in ``replay``

@@ -20,6 +20,7 @@ from bench.lab.fleets.interval_plans import (
     cheapest,
     fixed_fleet,
     forecasts,
+    lower_bound_hours,
     perfect,
     planner_for,
     replay,
@@ -70,6 +71,17 @@ def test_a_constant_load_is_planned_exactly_and_costs_what_it_needs() -> None:
     assert (bill.attainment, bill.scalings) == (1.0, 0)
     assert bill.gpu_hours == pytest.approx(9 * 60 * (need.prefill + need.decode) / 3600)
     assert fixed_fleet(history, 0.99).gpu_hours <= bill.gpu_hours
+
+
+def test_nobody_pays_less_than_the_lower_bound() -> None:
+    history = history_of([1.0, 4.0, 0.0, 2.0, 9.0, 3.0] * 4)
+    for target in (0.5, 0.95, 1.0):
+        bound = lower_bound_hours(history, target)
+        assert bound <= fixed_fleet(history, target).gpu_hours
+        known = cheapest(history, perfect(history.samples), target)
+        assert known.attainment < target or bound <= known.gpu_hours
+    needs = [need for need in history.needs[1:] if need is not None]
+    assert lower_bound_hours(history, 1.0) == pytest.approx(sum(need.prefill + need.decode for need in needs) / 60)
 
 
 def test_what_comes_too_late_is_not_served() -> None:
