@@ -3,7 +3,7 @@
 As ``elastic``, on the arrivals and lengths of recorded hours, at ``--rate`` requests/s: so an hour takes minutes, and
 its changes come as many times faster, while instances take as long to start as they do. All arms begin with the
 smallest fixed fleet that has 95 % in target, as a recording begins in the middle of a load. An arm is a forecaster of
-planner ``dopd`` beside policy ``combined``. Traces: ``bench/lab/named_workloads.py``.
+planner ``dopd`` beside policy ``combined``. Targets are those of Arrow, Table 1.
 """
 
 from __future__ import annotations
@@ -17,12 +17,15 @@ from typing import Any
 from bench.compare.elastic import FIXED_MOST, Figures, SimulatedFleets, base_of, simulate_arm
 from bench.harness.bench import Result, measuring
 from bench.harness.report import Cells, emit, environment, markdown, progress_bar, show
-from bench.lab.cells import data_folder
-from bench.lab.named_workloads import workload
 from pla_sglang.common.checks import require
 from pla_sglang.common.errors import ConfigError
+from pla_sglang.sim.metrics.goodput import SLOS
+from pla_sglang.sim.workload import load_trace
 
-TRACES = ("azure_conv", "azure_code")
+TRACES = {  # file in the folder of traces, targets
+    "azure_conv": ("azure_conv_2023.csv.gz", SLOS["azure_conv"]),
+    "azure_code": ("azure_code_2023.csv.gz", SLOS["azure_code"]),
+}
 FORECASTERS = ("arima", "judged")
 ARM = "combined+dopd"
 BEGIN_TARGET = 0.95
@@ -39,9 +42,11 @@ class ForecastFleets(SimulatedFleets):
 
 def rows_of(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Of one trace, a row a forecaster. Raises ConfigError."""
-    load = workload(name, data_folder(options.data))
-    base = dataclasses.replace(base_of(options, startup_s=options.startup_s, most=FIXED_MOST), slo=load.slo)
-    fleets = ForecastFleets(base, load.trace.at_rate(options.rate))
+    if name not in TRACES:
+        raise ConfigError(f"--traces {name!r} is not known; allowed: {', '.join(TRACES)}")
+    file, slo = TRACES[name]
+    base = dataclasses.replace(base_of(options, startup_s=options.startup_s, most=FIXED_MOST), slo=slo)
+    fleets = ForecastFleets(base, load_trace(options.data / file).at_rate(options.rate))
     begin = fleets.smallest_fixed(BEGIN_TARGET)
     if begin is None:
         raise ConfigError(f"{name}: {FIXED_MOST} instances do not keep {BEGIN_TARGET:.0%} at {options.rate:g}/s")
@@ -70,7 +75,7 @@ def page(result: Result) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--data", type=Path, default=None, help="folder of the recorded traces")
+    parser.add_argument("--data", type=Path, required=True, help="folder of the recorded traces")
     parser.add_argument("--traces", default=",".join(TRACES), help="with commas between")
     parser.add_argument("--rate", type=float, default=20.0, help="mean requests/s")
     parser.add_argument("--profile", default="h100-llama3.1-70b-fp8-tp2", help="step profile of an instance")

@@ -11,13 +11,12 @@ from support.traces import write_plain
 
 from bench.compare import elastic_recorded
 from bench.harness.catalogue import BENCHES
-from bench.lab.named_workloads import WORKLOADS
 from pla_sglang.sim.workload import Trace
 
 
 def test_a_recorded_hour_stands_beside_a_fixed_fleet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arrivals, lengths = np.arange(200) * 0.7, np.full(200, 200)
-    path = tmp_path / WORKLOADS["azure_conv"].file
+    path = tmp_path / elastic_recorded.TRACES["azure_conv"][0]
     write_plain(Trace("t", arrivals, lengths, lengths // 4), path)
     flags = [
         "--data",

@@ -16,15 +16,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Callable, Mapping
-
-import numpy as np
-import numpy.typing as npt
+from collections.abc import Callable, Mapping, Sequence
 
 from pla_sglang.common.checks import Range, check_fields, knob
 from pla_sglang.policy.common.forecast import Forecaster
-
-Floats = npt.NDArray[np.float64]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,18 +51,19 @@ class _Open:
     came: float = 0.0
 
 
-def least_factor(expected: Floats, came: Floats, share: float) -> float:
+def least_factor(expected: Sequence[float], came: Sequence[float], share: float) -> float:
     """The least factor on ``expected`` with which ``share`` of ``came`` is served; infinite where none is enough."""
-    ratios = np.divide(came, expected, out=np.full(len(came), np.inf), where=expected > 0)
-    order = np.argsort(ratios, kind="stable")
-    whole = np.concatenate(([0.0], np.cumsum(came[order])))  # of those that are served as a whole
-    scaled = np.concatenate((np.cumsum(expected[order][::-1])[::-1], [0.0]))  # of the others
-    wanted = share * float(came.sum())
-    finite = ratios[order][np.isfinite(ratios[order])]
-    place = int(np.searchsorted(whole[: len(finite)] + finite * scaled[: len(finite)], wanted * (1 - 1e-12)))
-    if place == len(finite):
-        return float("inf")
-    return (wanted - float(whole[place])) / float(scaled[place])
+    pairs = sorted(
+        (value / forecast, forecast, value) for forecast, value in zip(expected, came, strict=True) if forecast > 0
+    )
+    missing = share * sum(came)  # of what is not served as a whole
+    scaled = sum(expected)
+    for ratio, forecast, value in pairs:
+        if ratio * scaled >= missing * (1 - 1e-12):
+            return missing / scaled
+        missing -= value
+        scaled -= forecast
+    return float("inf")
 
 
 class Judged:
@@ -122,15 +118,14 @@ class Judged:
     def _judge(self) -> None:
         if len(self._pairs) < self.knobs.first:
             return
-        expected = np.array([forecasts for forecasts, _ in self._pairs])
-        came = np.array([value for _, value in self._pairs])
-        factors = {
-            name: max(least_factor(expected[:, place], came, self.knobs.served), 1 / self.knobs.bound)
-            for place, name in enumerate(self._known)
-        }
-        prices = {name: factors[name] * float(expected[:, place].sum()) for place, name in enumerate(self._known)}
+        knobs, came = self.knobs, [value for _, value in self._pairs]
+        factors, prices = {}, {}
+        for place, name in enumerate(self._known):
+            expected = [forecasts[place] for forecasts, _ in self._pairs]
+            factors[name] = max(least_factor(expected, came, knobs.served), 1 / knobs.bound)
+            prices[name] = factors[name] * sum(expected)
         cheapest = min(prices, key=lambda name: prices[name])
-        if prices[cheapest] < (1 - self.knobs.margin) * prices[self.chosen]:
+        if prices[cheapest] < (1 - knobs.margin) * prices[self.chosen]:
             self.chosen = cheapest
             self.changes += 1
-        self.factor = min(factors[self.chosen], self.knobs.bound)
+        self.factor = min(factors[self.chosen], knobs.bound)

@@ -34,7 +34,7 @@ def kingman_wait_s(rate_per_s: float, service_s: float, arrival_cv2: float, serv
 
 
 def split_cv2(arrival_cv2: float, count: int) -> float:
-    """Of the arrivals at one of ``count`` instances that share them at random; exact for a renewal process.
+    """What varies so much at one of ``count`` instances that share arrivals at random. Exact for renewal processes.
 
     A burst is shared by all. With the whole stream's variation on each of them, a fleet would be planned for bursts
     that none of its instances sees. Steady arrivals stay as they are: who dispatches them does not add chance.
