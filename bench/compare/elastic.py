@@ -91,8 +91,10 @@ class SimulatedFleets:
     def run_planned(self, arm: str, instances: int, forecaster: str | None = None) -> Figures:
         """``instances``: at the start; ``forecaster`` None: the planner's."""
         policy, _, planner = arm.partition("+")
-        changes = {"policy": policy, "planner": planner, "instances": instances, "forecaster": forecaster}
-        return Figures.of(run_experiment(dataclasses.replace(self._base, **changes), self._trace))
+        experiment = dataclasses.replace(
+            self._base, policy=policy, planner=planner, instances=instances, forecaster=forecaster
+        )
+        return Figures.of(run_experiment(experiment, self._trace))
 
     def run_fixed(self, instances: int) -> Figures:
         if instances not in self._fixed:
