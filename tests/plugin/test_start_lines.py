@@ -7,9 +7,9 @@ import shlex
 
 import pytest
 
+from pla_sglang.common import cli
 from pla_sglang.launch_router import read_config
-from pla_sglang.launch_server import own_arguments
-from pla_sglang.plugin.config import check_texts
+from pla_sglang.plugin.config import PlaConfig, add_cli_args, check_texts
 from pla_sglang.plugin.start_checks import check_flags
 from pla_sglang.sim.core.experiment import Experiment
 from pla_sglang.sim.metrics.goodput import Slo
@@ -34,7 +34,9 @@ def test_lines_are_taken_by_servers_and_router(name: str) -> None:
         assert words[:2] == ["python", "-m"]
         assert words[2] == ("sglang.launch_server" if form.stock else "pla_sglang.launch_server")
         check_flags(words[3:])
-        check_texts(own_arguments(words[3:]))
+        parser = cli.Parser(add_help=False)
+        add_cli_args(parser)
+        check_texts(cli.read_settings(parser.parse_known_args(words[3:])[0], PlaConfig).given)
     assert [int(line.rpartition("# ")[2].split()[0]) for line in servers] == ([2, 3] if form.split else [5])
     words = shlex.split(router.replace("HOST:PORT ...", "h:1"))
     control = read_config(words[3:])[0].control
