@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import subprocess
 import sys
@@ -144,6 +145,8 @@ def test_only_a_server_that_answers_by_itself_prints_a_request_to_try(
     calls: list[str] = []
     args = SimpleNamespace(disaggregation_mode=mode, api_key=None, url=lambda: "http://127.0.0.1:30000")
     _, kwargs = launch_server.before_launch(args, launch_callback=lambda: calls.append("up"))
+    launch_server.before_serving()
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ()), "Ctrl-C is heard as ever"
     kwargs["launch_callback"]()
     assert calls == ["up"]
     assert ("curl" in capsys.readouterr().out) is printed
