@@ -15,6 +15,7 @@ from bench.harness.replay import Planned, Record
 from bench.lab import star as bench
 from bench.lab.kept import AGAIN
 from bench.lab.star import Arm
+from pla_sglang.launch_router import BENCH_VARIABLE
 from pla_sglang.profiles import load_profile
 
 SCALE, PROFILE = 2.0, "h100-qwen2.5-14b-tp1"
@@ -64,6 +65,7 @@ def take(stand_ins: LiveStandIns, planned: Sequence[Planned]) -> Sequence[tuple[
 def live(monkeypatch: pytest.MonkeyPatch) -> StarStandIns:
     stand_ins = StarStandIns()
     stand_ins.install(monkeypatch)
+    monkeypatch.setenv(BENCH_VARIABLE, "1")  # as for the processes that stand-ins are for
     monkeypatch.setattr(bench, "fetch", stand_ins.fetch_any)
     monkeypatch.setattr(bench, "replay_stated", stand_ins.replay_stated)
     return stand_ins
