@@ -31,7 +31,7 @@ from pla_sglang.fleet.actuators.ray_names import RayFleetName
 from pla_sglang.fleet.cluster.children import ClusterError
 from pla_sglang.fleet.cluster.lean import lean_environment
 from pla_sglang.fleet.cluster.logs import is_poll
-from pla_sglang.fleet.cluster.ports import find_own_address, free_port
+from pla_sglang.fleet.cluster.ports import free_port
 from pla_sglang.fleet.cluster.ray_launcher import RayCluster, end_fleet
 from pla_sglang.fleet.cluster.spec import (
     KINDS,
@@ -302,7 +302,7 @@ async def run_to_signal(cluster: Supervisor | RayCluster) -> None:
 def run_on_ray(config: ClusterConfig, options: LaunchConfig) -> None:
     """The same in Ray. Raises ConfigError, ClusterError."""
     where = options.name_ray_fleet()
-    from pla_sglang.fleet.cluster.ray_fleet import count_gpus, create_fleet
+    from pla_sglang.fleet.cluster.ray_fleet import count_gpus, create_fleet, find_own_address
 
     for kind, count in config.counts.items():
         if count:

@@ -151,11 +151,16 @@ def table(arms: Mapping[str, Mapping[str, Any]]) -> Cells:
     ]
     rows = []
     for name, one in arms.items():
-        ratio, fixed, kept = one["gpu_hours_vs_fixed"], one["fixed_instances"], one["fixed_attainment"]
-        cells = [f"{one[key]:.2f}" for key in ("gpu_hours", "lower_bound_gpu_hours")] + [f"{one['attainment']:.4f}"]
-        cells += ["-", "-", "-"] if ratio is None else [f"{ratio:.2f}", str(fixed), f"{kept:.4f}"]
-        rows.append([f"`{name}`", *cells, str(one["scale_outs"]), str(one["scale_ins"])])
+        rows.append([f"`{name}`", *cells_of(one)])
     return header, rows
+
+
+def cells_of(one: Mapping[str, Any]) -> list[str]:
+    """Of what ``simulate_arm`` returned: from GPU h to the instances that left."""
+    ratio, fixed, kept = one["gpu_hours_vs_fixed"], one["fixed_instances"], one["fixed_attainment"]
+    cells = [f"{one[key]:.2f}" for key in ("gpu_hours", "lower_bound_gpu_hours")] + [f"{one['attainment']:.4f}"]
+    cells += ["-", "-", "-"] if ratio is None else [f"{ratio:.2f}", str(fixed), f"{kept:.4f}"]
+    return [*cells, str(one["scale_outs"]), str(one["scale_ins"])]
 
 
 def page(result: Result) -> str:
@@ -168,12 +173,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--arms", default=",".join(ARMS), help="POLICY+PLANNER, with commas between")
     parser.add_argument("--rate", type=float, default=22.0, help="mean requests/s")
     parser.add_argument("--day-s", type=float, default=1200.0, help="seconds of the day")
+    add_fleet_arguments(parser)
+    parser.add_argument("--seed", type=int, default=1, help="of arrivals and lengths")
+    parser.add_argument("--out", type=Path, default=Path("bench_out"), help="folder of the result")
+
+
+def add_fleet_arguments(parser: argparse.ArgumentParser) -> None:
+    """What ``base_of`` and ``Experiment.startup_s`` are from."""
     parser.add_argument("--profile", default="h100-llama3.1-70b-fp8-tp2", help="step profile of an instance")
     parser.add_argument("--startup-s", type=float, default=27.5, help="from the order to a ready instance")
     parser.add_argument("--plan-interval-s", type=float, default=10.0, help="between two plans")
     parser.add_argument("--instances-min", type=int, default=2, help="that planners leave")
-    parser.add_argument("--seed", type=int, default=1, help="of arrivals and lengths")
-    parser.add_argument("--out", type=Path, default=Path("bench_out"), help="folder of the result")
 
 
 def base_of(options: argparse.Namespace, *, startup_s: float, most: int) -> Experiment:

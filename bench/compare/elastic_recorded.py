@@ -14,7 +14,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.compare.elastic import FIXED_MOST, Figures, SimulatedFleets, base_of, simulate_arm
+from bench.compare.elastic import (
+    FIXED_MOST,
+    Figures,
+    SimulatedFleets,
+    add_fleet_arguments,
+    base_of,
+    cells_of,
+    simulate_arm,
+)
 from bench.harness.bench import Result, measuring
 from bench.harness.report import Cells, emit, environment, markdown, progress_bar, show
 from pla_sglang.common.checks import require
@@ -57,15 +65,7 @@ def rows_of(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
 def table(rows: Sequence[dict[str, Any]]) -> Cells:
     header = ["trace", "forecaster", "GPU h", "lower bound", "attainment"]
     header += ["over fixed", "fixed instances", "attainment", "started", "left"]
-    cells = []
-    for row in rows:
-        ratio = row["gpu_hours_vs_fixed"]
-        fixed = ["-"] * 3 if ratio is None else [f"{ratio:.2f}", str(row["fixed_instances"])]
-        fixed += [] if ratio is None else [f"{row['fixed_attainment']:.4f}"]
-        paid = [f"{row['gpu_hours']:.2f}", f"{row['lower_bound_gpu_hours']:.2f}", f"{row['attainment']:.4f}"]
-        names = [f"`{row['trace']}`", f"`{row['forecaster']}`"]
-        cells.append([*names, *paid, *fixed, str(row["scale_outs"]), str(row["scale_ins"])])
-    return header, cells
+    return header, [[f"`{row['trace']}`", f"`{row['forecaster']}`", *cells_of(row)] for row in rows]
 
 
 def page(result: Result) -> str:
@@ -78,10 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", type=Path, required=True, help="folder of the recorded traces")
     parser.add_argument("--traces", default=",".join(TRACES), help="with commas between")
     parser.add_argument("--rate", type=float, default=20.0, help="mean requests/s")
-    parser.add_argument("--profile", default="h100-llama3.1-70b-fp8-tp2", help="step profile of an instance")
-    parser.add_argument("--startup-s", type=float, default=27.5, help="from the order to a ready instance")
-    parser.add_argument("--plan-interval-s", type=float, default=10.0, help="between two plans")
-    parser.add_argument("--instances-min", type=int, default=2, help="that planners leave")
+    add_fleet_arguments(parser)
     parser.add_argument("--out", type=Path, default=Path("bench_out"), help="folder of the result")
 
 

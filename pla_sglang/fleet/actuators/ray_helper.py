@@ -17,15 +17,9 @@ from typing import Any
 import ray
 from ray.exceptions import ActorDiedError, RayError
 
-from pla_sglang.fleet.actuators.ray_names import FLEET, listens
+from pla_sglang.fleet.actuators.ray_names import FLEET, describe_error, listens
 
 CALLS = frozenset({"start_instance", "stop_instance", "list_instances", "end_fleet"})
-
-
-def describe_error(error: BaseException) -> str:
-    """In one line."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1] if lines else type(error).__name__
 
 
 class Helper:

@@ -40,3 +40,9 @@ def listens(address: str) -> bool:
             return True
     except OSError:
         return False
+
+
+def describe_error(error: BaseException) -> str:
+    """In one line, the last: Ray puts what went wrong below where."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__

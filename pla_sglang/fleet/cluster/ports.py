@@ -13,16 +13,6 @@ PORT_RANGE = (20_000, 32_000)
 _ports_given: set[int] = set()
 
 
-def find_own_address() -> str:
-    """That of this machine which others reach, or the loopback address where it has no other. Sends nothing."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("8.8.8.8", 53))
-        except OSError:
-            return "127.0.0.1"
-        return str(probe.getsockname()[0])
-
-
 def free_port() -> int:
     """A free TCP port that this process has not returned before. Raises PlaError where there is none."""
     for _ in range(1000):

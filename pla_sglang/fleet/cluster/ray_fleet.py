@@ -25,7 +25,7 @@ from ray.exceptions import ActorDiedError, RayError
 
 from pla_sglang.common.errors import ConfigError
 from pla_sglang.fleet.actuators.ray_actuator import LEASE_S, PLACED_S
-from pla_sglang.fleet.actuators.ray_names import FLEET, RayFleetName, listens
+from pla_sglang.fleet.actuators.ray_names import FLEET, RayFleetName, describe_error, listens
 from pla_sglang.fleet.cluster.children import ClusterError
 from pla_sglang.fleet.cluster.logs import LastErrors
 from pla_sglang.fleet.cluster.ports import free_port
@@ -299,7 +299,7 @@ class Fleet:
                 row = await asyncio.wait_for(_call(member.handle.describe), DESCRIBE_S)
             except ActorDiedError as error:  # killed by hand, or it could not begin: Ray does not start it again
                 member.row["state"] = "gone" if member.is_stopped else "dead"
-                member.row["detail"] = str(error).strip().splitlines()[-1]
+                member.row["detail"] = describe_error(error)
                 member.placed.set()
             except (RayError, TimeoutError):
                 if member.is_stopped:
@@ -357,6 +357,11 @@ def _read_name(name: str) -> tuple[str, int | None]:
 # -- from outside Ray --------------------------------------------------------------------------------------------------
 
 
+def find_own_address() -> str:
+    """That of this machine which Ray's other nodes reach."""
+    return str(ray.util.get_node_ip_address())
+
+
 def create_fleet(
     where: RayFleetName, config: ClusterConfig, environment: dict[str, str], *, engine: str = ENGINE
 ) -> None:
@@ -369,7 +374,7 @@ def create_fleet(
     try:
         ray.init(address=where.address, namespace=where.name, log_to_driver=False, logging_level="ERROR")
     except (ConnectionError, RuntimeError, ValueError, RayError) as error:
-        raise ClusterError(f"{where}: {str(error).strip().splitlines()[0]}") from None
+        raise ClusterError(f"{where}: {describe_error(error)}") from None
     try:
         fleet = (
             ray.remote(Fleet)
@@ -380,6 +385,6 @@ def create_fleet(
     except ValueError:
         raise ClusterError(f"{where} is there already; it ends with: launch_cluster --on ray --stop") from None
     except RayError as error:
-        raise ClusterError(f"{where}: {str(error).strip().splitlines()[-1]}") from None
+        raise ClusterError(f"{where}: {describe_error(error)}") from None
     finally:
         ray.shutdown()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -25,7 +24,7 @@ from pla_sglang.fleet.cluster.children import ClusterError
 from pla_sglang.fleet.cluster.logs import LineReader
 from pla_sglang.fleet.cluster.memory import tree_pss_bytes
 from pla_sglang.fleet.cluster.spec import ROUTER_MODULES, ClusterConfig, router_arguments
-from pla_sglang.fleet.cluster.supervisor import Sink
+from pla_sglang.fleet.cluster.supervisor import Sink, is_healthy, write_state_file
 from pla_sglang.fleet.cluster.tied import start_tied
 from pla_sglang.launch_server import request_line
 
@@ -106,6 +105,7 @@ class RayCluster:
             await self._check_start("a fleet")
 
     async def _start_router(self) -> None:
+        assert self._url is not None
         command = router_arguments(self.config, [], self._port, self._port)
         workers = [part for row in self._rows.values() for part in ("--worker", row["url"])]
         self._router = start_tied(ROUTER_MODULES[self.config.router], [*command, *workers], self._environment)
@@ -113,7 +113,7 @@ class RayCluster:
         self._reader = LineReader("router", os.dup(self._router.stdout.fileno()), self._sink)
         self._told = {row["url"] for row in self._rows.values()}
         async with aiohttp.ClientSession(trust_env=False) as http:
-            while not await _answers(http, f"{self._url}/health"):
+            while not await is_healthy(self._url, http):
                 if self._router.poll() is not None:
                     raise ClusterError(f"router ended with status {self._router.returncode} while starting")
                 await self._check_start("router")
@@ -220,20 +220,10 @@ class RayCluster:
             "router": router,
             "instances": list(self._rows.values()),
         }
-        temporary = self._state_file.with_suffix(".tmp")
-        temporary.write_text(json.dumps(self._measured | state, indent=1) + "\n", encoding="utf-8")
-        temporary.replace(self._state_file)
+        write_state_file(self._state_file, self._measured | state)
 
     def _log_line(self, text: str) -> None:
         self._sink("cluster", text)
-
-
-async def _answers(http: aiohttp.ClientSession, url: str) -> bool:
-    try:
-        async with http.get(url, timeout=aiohttp.ClientTimeout(total=5.0)) as answer:
-            return answer.status == 200
-    except (TimeoutError, aiohttp.ClientError, OSError):
-        return False
 
 
 async def end_fleet(where: RayFleetName) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 import aiohttp
 
 from pla_sglang.common.errors import PlaError
-from pla_sglang.fleet.actuators.cluster_socket import ERROR, encode_instance, socket_path
+from pla_sglang.fleet.actuators.cluster_socket import ERROR, TEMPORARY, encode_instance, socket_path
 from pla_sglang.fleet.cluster.children import Children, ClusterError
 from pla_sglang.fleet.cluster.instance import ROUTER, Instance, State
 from pla_sglang.fleet.cluster.lean import serves_chain
@@ -195,7 +195,7 @@ class Supervisor:
                     await self._changed.wait()
 
     async def _wait_ready(self, member: Instance, http: aiohttp.ClientSession) -> None:
-        while not await _is_healthy(member.url, http):
+        while not await is_healthy(member.url, http):
             self._check_start(member.name)
             if member.state is State.DEAD:
                 why = self._describe_end(member)
@@ -479,9 +479,7 @@ class Supervisor:
             "router": None if self.router is None else self.router.to_dict() | {"policy": self.config.policy},
             "instances": [engine.to_dict() for engine in self.listed],
         }
-        temporary = self._state_file.with_suffix(".tmp")
-        temporary.write_text(json.dumps(self._measured | state, indent=1) + "\n", encoding="utf-8")
-        temporary.replace(self._state_file)
+        write_state_file(self._state_file, self._measured | state)
 
     # -- end -------------------------------------------------------------------------------------------------------
 
@@ -516,7 +514,14 @@ def _read_plan(text: str) -> int:
     return int(text)
 
 
-async def _is_healthy(url: str, http: aiohttp.ClientSession) -> bool:
+def write_state_file(path: Path, state: dict[str, Any]) -> None:
+    """As a whole: who reads sees the old one or the new one."""
+    temporary = path.with_suffix(TEMPORARY)
+    temporary.write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
+    temporary.replace(path)
+
+
+async def is_healthy(url: str, http: aiohttp.ClientSession) -> bool:
     try:
         async with http.get(f"{url}/health", timeout=aiohttp.ClientTimeout(total=HEALTH_TIMEOUT_S)) as answer:
             return answer.status == 200

@@ -173,11 +173,16 @@ class Zygote:
 def run_engine(argv: list[str]) -> int:
     """SGLang's server in this forked process, its workers forked as well."""
     from pla_sglang import launch_server
+    from pla_sglang.common import cli
+    from pla_sglang.common.errors import ConfigError
     from pla_sglang.fleet.cluster.forking import fork_workers
 
     sys.argv = ["pla_sglang.launch_server", *argv]
     fork_workers()
-    launch_server.serve(argv)  # the cluster has checked them all
+    try:
+        launch_server.serve(argv)  # the cluster has checked them, as far as one can beforehand
+    except ConfigError as error:
+        return cli.report_error(error)
     return 0
 
 

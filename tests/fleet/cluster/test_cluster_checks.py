@@ -292,7 +292,7 @@ def test_a_member_that_ends_while_starting_is_reported_with_its_error() -> None:
         return False
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pla_sglang.fleet.cluster.supervisor._is_healthy", unhealthy)
+        patch.setattr("pla_sglang.fleet.cluster.supervisor.is_healthy", unhealthy)
         asyncio.run(work())
 
 

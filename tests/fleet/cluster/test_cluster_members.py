@@ -117,7 +117,7 @@ async def serving(scene: Scene, *, is_ready: bool = True) -> AsyncIterator[None]
     """``is_ready``: from when all are ready; else from when orders are taken."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(supervisor, "Children", Forks)
-        patch.setattr(supervisor, "_is_healthy", scene.is_healthy)
+        patch.setattr(supervisor, "is_healthy", scene.is_healthy)
         patch.setattr(supervisor, "HEALTH_INTERVAL_S", 0.005)
         patch.setattr(supervisor, "REMOVAL_DRAIN_S", 0.05)
         run = asyncio.create_task(scene.made.run())
