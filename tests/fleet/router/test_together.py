@@ -148,7 +148,7 @@ async def test_many_requests_some_of_whose_clients_go(tmp_path: Path) -> None:
         assert sum(told["stages"].values()) == pytest.approx(told["ttft_s"], rel=1e-9)
         assert told["sent_s"] <= told["done_s"] <= told["ended_s"]
         metrics = (await here.get("/metrics"))[1]
-        assert 'pla_router_requests_total{end="finished"} 50.0' in metrics
+        assert 'pla_router_requests_total{end="finished",model="chain",tenant=""} 50.0' in metrics
         assert "pla_router_open_requests 0.0" in metrics
     _, result = replay_file(record)
     assert result.decisions["dispatched"] == 50 + gone

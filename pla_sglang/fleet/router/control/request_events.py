@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container
 
 from pla_sglang.fleet.router.control.observability.explain import stage_seconds
+from pla_sglang.fleet.router.control.observability.request_series import has_first_token
 from pla_sglang.fleet.router.control.request_dispatcher import ADOPTED, RequestDispatcher
 from pla_sglang.fleet.router.control.requests.request_record import ENDED, Attempt, End, RequestRecord
 from pla_sglang.fleet.router.control.workers.abort_order import AbortOrder
@@ -95,8 +96,9 @@ class RequestEvents:
             predicted_s = None if attempt.placement is None else attempt.placement.predicted_ttft_s
             self._dispatcher.admission.on_first_token(predicted_s, served_s)
             self._series.worker_ttft.observe(prefill.view.name, served_s, predicted_s)
-        self._series.ttft_s.observe(ttft_s)
-        self._series.stage_s.add_stages(stage_seconds(record))
+        if has_first_token(record):
+            self._series.requests.note_first_token(self._table.names.find_label(record.ask), record, ttft_s)
+            self._series.stage_s.add_stages(stage_seconds(record))
 
     # -- a request ends ------------------------------------------------------------------------------------------------
 
@@ -110,7 +112,6 @@ class RequestEvents:
         record = self._ledger.find_open(ended.rid)
         if record is None:
             return
-        self._series.output_tokens.inc("instance" if ended.exact_tokens else "events", by=ended.output_tokens)
         self._queue.charge(record.tenant, ended.output_tokens)
         if ended.output_tokens:
             self._note_answer(record, ended.output_tokens, now_s)
@@ -125,7 +126,7 @@ class RequestEvents:
         end = End(
             record.outcome_for(ended.outcome), ended.status, ended.detail, ended.output_tokens, ended.exact_tokens
         )
-        self._end(record, end, now_s, at_s=ended.at_s, free=free)
+        self._end(record, end, now_s, at_s=ended.at_s, last_s=ended.last_s, free=free)
         self._dispatcher.dispatch_pending(now_s)
 
     def _note_answer(self, record: RequestRecord, output_tokens: int, now_s: float) -> None:
@@ -144,7 +145,16 @@ class RequestEvents:
             name = attempt.prefill.view.name
             self._series.prefixes.add_request(name, attempt.placement.cached_tokens, hit_tokens, record.prompt.tokens)
 
-    def _end(self, record: RequestRecord, end: End, now_s: float, *, at_s: float, free: Container[int] = ()) -> None:
+    def _end(
+        self,
+        record: RequestRecord,
+        end: End,
+        now_s: float,
+        *,
+        at_s: float,
+        last_s: float | None = None,
+        free: Container[int] = (),
+    ) -> None:
         """The end of a request everywhere; instances in ``free`` hold nothing of it any more, others get aborts."""
         self._booking.end(record, now_s)
         orders = self._ledger.end(record, end.outcome, now_s, free=free)
@@ -157,7 +167,8 @@ class RequestEvents:
             tokens = max(0, (end.output_tokens or 0) - record.policy_tokens)
             self._policy.runner.finish(record.view, tokens, now_s)
         record.release_prompt()
-        self._series.requests.inc(end.outcome.label)
+        model = self._table.names.find_label(record.ask)
+        self._series.requests.add_request(model, record, end, at_s=at_s, last_s=last_s)
         tracing = self._dispatcher.tracing
         if tracing is not None and record.ask.parent is not None:
             tracing.trace(record)

@@ -31,6 +31,7 @@ _BLANK = b" \t\r\n"
 # Objects of a list cost far more memory than its text: longer ones are refused. Lists of numbers are only counted.
 MAX_MEMBERS = 65_536
 MAX_NUMBER_BYTES = 64
+MAX_MODEL_BYTES = 512
 MAX_QUOTES = 16 * MAX_MEMBERS
 _STRINGS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 _INNER = re.compile(rb"\[[^][{}]*\]|\{[^][{}]*\}")
@@ -93,6 +94,7 @@ class _Members(_Reserved, gc=False):
     max_output_tokens: msgspec.Raw = _EMPTY
     background: msgspec.Raw = _EMPTY
     lora_path: msgspec.Raw = _EMPTY
+    model: msgspec.Raw = _EMPTY
     session_params: msgspec.Raw = _EMPTY
     previous_response_id: msgspec.Raw = _EMPTY
 
@@ -109,6 +111,7 @@ class Body(msgspec.Struct, gc=False, frozen=True):
         samples: ``n``, at least 1.
         adapter: the LoRA adapter that it names; of a batch the first one.
         continues_session: it has ``session_params``.
+        model: the model that it names; "": none, or by a name of more than ``MAX_MODEL_BYTES``.
     """
 
     rid: str | None
@@ -123,6 +126,7 @@ class Body(msgspec.Struct, gc=False, frozen=True):
     null_rid: bool = False
     adapter: str | None = None
     continues_session: bool = False
+    model: str = ""
 
 
 _NO_PARAMS = _Params()
@@ -212,6 +216,7 @@ def _summarize_body(members: _Members, params: list[_Params], ids_cut: CutIds | 
         null_rid=rid is None and not rids and named is not _EMPTY,
         adapter=None if members.lora_path is _EMPTY else _read_adapter(members.lora_path),
         continues_session=members.session_params is not _EMPTY and bytes(members.session_params) not in _NOTHING,
+        model="" if members.model is _EMPTY else _read_model(members.model),
     )
 
 
@@ -353,6 +358,11 @@ def _read_adapter(raw: msgspec.Raw) -> str | None:
     given = _decode_any(raw)
     names = given if isinstance(given, list) else [given]
     return next((name for name in names if isinstance(name, str) and name), None)
+
+
+def _read_model(raw: msgspec.Raw) -> str:
+    """What is wrong with it the instance says."""
+    return _decode_any(raw) if len(memoryview(raw)) <= MAX_MODEL_BYTES and _first_byte(raw) == b'"' else ""
 
 
 def _read_samples(raw: msgspec.Raw) -> int:

@@ -48,7 +48,7 @@ HEADERS = (
     ("x-slo-ttft-ms", MILLISECONDS, "target for the time to the first token"),
     ("x-slo-tpot-ms", MILLISECONDS, "target for the time between tokens"),
     ("x-priority", {"type": "integer", "minimum": -999_999, "maximum": 999_999}, "unless the body has one"),
-    ("x-tenant-id", LABEL, "for fairness between tenants"),
+    ("x-tenant-id", LABEL, "for fairness between tenants, and a label of metrics"),
     ("x-session-id", LABEL, "for affinity"),
     ("x-answer-tokens", COUNT, "length of the answer, of benches; see --lengths"),
 )

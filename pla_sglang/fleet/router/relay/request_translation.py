@@ -181,6 +181,7 @@ def build_ask(  # the arguments are what a relay knows, each from another place
         answer_tokens=headers.answer_tokens,
         adapter=body.adapter,
         continues_session=body.continues_session,
+        model=body.model,
     )
 
 

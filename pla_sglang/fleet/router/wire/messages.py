@@ -33,7 +33,7 @@ from pla_sglang.fleet.router.wire.codes import Milestone as Milestone
 from pla_sglang.fleet.router.wire.codes import Outcome as Outcome
 from pla_sglang.fleet.router.wire.codes import PromptDetail as PromptDetail
 
-PROTOCOL = 16  # raised with every change of a message; sides that disagree refuse each other
+PROTOCOL = 17  # raised with every change of a message; sides that disagree refuse each other
 
 
 # -- relay to control --------------------------------------------------------------------------------------------------
@@ -90,6 +90,7 @@ class Ask(Message, frozen=True):
         body: the JSON body, with PromptDetail.BODY only.
         rids: the client's own names for the prompts of a batch, under which instances know them.
         adapter: the LoRA adapter that it names.
+        model: the name in ``model`` of its body; "": none.
         continues_session: it has ``session_params``, of a session that one instance keeps.
     """
 
@@ -117,6 +118,7 @@ class Ask(Message, frozen=True):
     adapter: str | None = None
     continues_session: bool = False
     over: Over | None = None
+    model: str = ""
 
 
 class Progress(Message, frozen=True):

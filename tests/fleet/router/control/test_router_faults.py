@@ -44,6 +44,6 @@ async def test_a_policys_mistake_ends_one_request_and_no_other(caplog: pytest.Lo
             one.ended(rid)
         one.assert_at_rest()
         metrics = one.admin("GET", "/metrics")[1]
-        assert 'pla_router_requests_total{end="fault"} 2.0' in metrics
-        assert 'pla_router_requests_total{end="finished"} 3.0' in metrics
+        assert 'pla_router_requests_total{end="fault",model="chain",tenant=""} 2.0' in metrics
+        assert 'pla_router_requests_total{end="finished",model="chain",tenant=""} 3.0' in metrics
         assert one.admin("GET", "/pla/explain/bad")[1]["end"] == "fault"

@@ -71,7 +71,7 @@ async def test_any_number_of_refusals_opens_no_breaker() -> None:
         assert not any(fake.aborted for fake in one.instances)  # what was refused is nowhere
         one.assert_at_rest()
         metrics = one.admin("GET", "/metrics")[1]
-        assert 'pla_router_requests_total{end="instance_refused"} 60.0' in metrics
+        assert 'pla_router_requests_total{end="instance_refused",model="chain",tenant=""} 60.0' in metrics
 
 
 async def test_a_full_instance_is_avoided_for_a_while_by_others() -> None:

@@ -42,8 +42,8 @@ async def test_policies_and_metrics_learn_the_tokens_that_an_instance_has_counte
         told = one.admin("GET", "/pla/explain/unsaid")[1]
         assert (told["output_tokens"], told["exact_output"]) == (7, False)
         metrics = one.admin("GET", "/metrics")[1]
-        assert 'pla_router_output_tokens_total{by="instance"} 340.0' in metrics
-        assert 'pla_router_output_tokens_total{by="events"} 7.0' in metrics
+        assert 'pla_router_output_tokens_total{by="instance",model="chain",tenant=""} 340.0' in metrics
+        assert 'pla_router_output_tokens_total{by="events",model="chain",tenant=""} 7.0' in metrics
         one.assert_at_rest()
 
 
@@ -77,7 +77,7 @@ async def test_a_pair_serves_a_request_and_explains_it() -> None:
         assert sum(told["stages"].values()) == pytest.approx(told["ttft_s"], rel=1e-9)
         assert one.admin("GET", "/pla/explain/nobody")[0] == 404
         metrics = one.admin("GET", "/metrics")[1]
-        assert 'pla_router_requests_total{end="finished"} 1.0' in metrics
+        assert 'pla_router_requests_total{end="finished",model="chain",tenant=""} 1.0' in metrics
         assert 'pla_router_dispatches_total{reason="baseline.minimal_load"} 1.0' in metrics
         assert "pla_router_open_requests 0.0" in metrics
 

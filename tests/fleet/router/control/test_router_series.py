@@ -19,24 +19,25 @@ def samples(series: RouterSeries) -> dict[tuple[str, tuple[tuple[str, str], ...]
 def test_counters_are_by_label() -> None:
     series = RouterSeries(lambda: iter(()))
     for _ in range(3):
-        series.requests.inc("finished")
+        series.retries.inc("full")
     series.admissions.inc("refused", 'a "quoted" reason')
     found = samples(series)
-    assert found["pla_router_requests_total", (("end", "finished"),)] == 3.0
+    assert found["pla_router_retries_total", (("reason", "full"),)] == 3.0
     assert found["pla_router_admissions_total", (("decision", "refused"), ("reason", 'a "quoted" reason'))] == 1.0
 
 
 def test_a_histogram_counts_up_to_each_bound() -> None:
     series = RouterSeries(lambda: iter(()))
     for seconds in (0.0005, 0.001, 0.0011, 0.3, 1000.0):
-        series.ttft_s.observe(seconds)
+        series.decision_s.observe(seconds)
     found = samples(series)
     upto = {
-        le: found["pla_router_ttft_seconds_bucket", (("le", le),)] for le in ("0.001", "0.002", "0.5", "60.0", "+Inf")
+        le: found["pla_router_decision_seconds_bucket", (("le", le),)]
+        for le in ("0.001", "0.002", "0.5", "60.0", "+Inf")
     }
     assert upto == {"0.001": 2, "0.002": 3, "0.5": 4, "60.0": 4, "+Inf": 5}
-    assert found["pla_router_ttft_seconds_count", ()] == 5
-    assert math.isclose(found["pla_router_ttft_seconds_sum", ()], 1000.3026)
+    assert found["pla_router_decision_seconds_count", ()] == 5
+    assert math.isclose(found["pla_router_decision_seconds_sum", ()], 1000.3026)
 
 
 def test_quantiles_are_those_of_the_window() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
-import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -15,11 +13,11 @@ from prometheus_client.registry import Collector
 from pla_sglang.common.series import with_former_names
 from pla_sglang.fleet.router.control.observability.explain import STAGES
 from pla_sglang.fleet.router.control.observability.move_gains import MoveGains
+from pla_sglang.fleet.router.control.observability.request_series import SECONDS, Buckets, RequestSeries
 from pla_sglang.fleet.router.wire.messages import RelayReport
 from pla_sglang.fleet.viewer.history import TtftSums
 from pla_sglang.policy.common.length_errors import ErrorSums
 
-_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 _STARTS_S = (1.0, 2.0, 5.0, 10.0, 20.0, 40.0, 60.0, 90.0, 120.0, 180.0, 300.0, 600.0, 1200.0)
 _NAME = re.compile(r'^([a-z_]+)(?:\{([a-z_]+)="([^"\\]*)"\})?$')
 Row = tuple[str, str, dict[str, str], float]  # name without prefix, help, labels, value
@@ -41,10 +39,7 @@ class RouterSeries(Collector):
         self._registry = registry = CollectorRegistry()
         self._gauges = gauges
         self._reports: dict[int, RelayReport] = {}  # by relay
-        self.requests = LabelledCounter(registry, "requests", "Requests that have ended, by how.", "end")
-        self.output_tokens = LabelledCounter(
-            registry, "output_tokens", "Tokens of answers, as instances say; of answers without a count, events.", "by"
-        )
+        self.requests = RequestSeries(registry)
         self.admissions = LabelledCounter(
             registry, "admissions", "Requests let in or refused, by reason.", "decision", "reason"
         )
@@ -78,7 +73,6 @@ class RouterSeries(Collector):
         LengthErrors(registry, length_errors)
         self.worker_ttft = WorkerTtft(registry)
         self.prefixes = PrefixSums(registry)
-        self.ttft_s = Durations(registry, "ttft_seconds", "Arrival to first token.")
         self.stage_s = StageSums(registry, "ttft_stage_seconds", "Parts of the time to first token, summed.")
         self.decision_s = Durations(registry, "decision_seconds", "Time of the control plane for one dispatch.")
         registry.register(self)
@@ -244,20 +238,13 @@ class StageSums(_Named):
 class Durations(_Named):
     """A histogram of seconds."""
 
-    def __init__(self, registry: CollectorRegistry, name: str, text: str, bounds_s: Sequence[float] = _SECONDS) -> None:
+    def __init__(self, registry: CollectorRegistry, name: str, text: str, bounds_s: Sequence[float] = SECONDS) -> None:
         super().__init__(registry, name, text)
-        self._bounds_s = bounds_s
-        self._counts = [0] * (len(bounds_s) + 1)
-        self._sum_s = 0.0
-
-    def observe(self, seconds: float) -> None:
-        self._counts[bisect.bisect_left(self._bounds_s, seconds)] += 1
-        self._sum_s += seconds
+        self._buckets = Buckets(bounds_s)
+        self.observe = self._buckets.observe
 
     def collect(self) -> Iterator[Metric]:
-        bounds = [*map(str, self._bounds_s), "+Inf"]
-        upto = itertools.accumulate(self._counts)
-        yield HistogramMetricFamily(self._name, self._text, list(zip(bounds, upto, strict=True)), self._sum_s)
+        yield HistogramMetricFamily(self._name, self._text, self._buckets.to_samples(), self._buckets.sum_s)
 
 
 class InstanceStarts:

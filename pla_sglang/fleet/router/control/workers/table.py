@@ -24,6 +24,7 @@ from pla_sglang.common.errors import IllegalMoveError
 from pla_sglang.fleet.router.control.workers.breaker import Breaker, BreakerKnobs
 from pla_sglang.fleet.router.control.workers.discovery import Address, Description
 from pla_sglang.fleet.router.control.workers.errors import WorkerError
+from pla_sglang.fleet.router.control.workers.served_names import ServedNames
 from pla_sglang.fleet.router.control.workers.state_file import SavedWorker
 from pla_sglang.fleet.router.http.bodies import WorkerRow
 from pla_sglang.fleet.viewer.history import TtftSums
@@ -221,6 +222,7 @@ class WorkerTable:
     Attributes:
         split: roles of the fleet at the start, as the policy wants them; empty until there is a policy.
         models: whether models generate, as workers have said, former ones included; an empty set: none has said it.
+        names: of models and adapters, as workers have said.
         least_context_tokens: the shortest context that any worker has said; infinite: none has.
         restricted: who may have to be left out of dispatches: whose breaker is not closed, or who was full. Whoever
             finds that it is over removes them.
@@ -241,6 +243,7 @@ class WorkerTable:
         self.by_number: dict[int, Worker] = {}
         self.restricted: set[Worker] = set()
         self.models: set[bool] = set()
+        self.names = ServedNames()
         self.least_context_tokens = math.inf
         self.pools = pools
         self.split: Sequence[Role] = ()
@@ -309,6 +312,7 @@ class WorkerTable:
         if worker.description is not None:
             raise IllegalMoveError(f"worker {worker.number} was described before")
         worker.description = description
+        self.names.add(description)
         if description.generates is not None:
             self.models.add(description.generates)
         if description.most_input_tokens is not None:

@@ -1,0 +1,197 @@
+"""Requests that have ended, by model and tenant: how, whether they met their targets, and how long they took.
+
+Counted in plain Python: a request costs two look-ups of its row. Samples are made when somebody scrapes.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from pla_sglang.fleet.router.control.requests.request_record import End, RequestRecord
+from pla_sglang.fleet.router.wire.inference import BY_ENDPOINT
+from pla_sglang.fleet.router.wire.messages import Outcome
+
+# A row shows about 70 samples. A scrape of this many takes 30 ms, in which no request is dispatched.
+MOST_PAIRS = 100  # of model and tenant that have rows of their own
+OTHER = "other"  # the tenant under which the rest of a model's is counted
+KEY_PREFIX = "key-"  # of the names that a relay makes of API keys: no client has given them
+SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+TPOT_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.5, 1.0, 2.0)
+REQUEST_SECONDS = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+_LABELS = ("model", "tenant")
+_OK, _CLIENT_ERROR, _REFUSED, _CLIENT_GONE = Outcome.OK, Outcome.CLIENT_ERROR, Outcome.REFUSED, Outcome.CLIENT_GONE
+_WHOLE = frozenset({_OK, _CLIENT_GONE})  # nothing but its client has cut the answer off
+_OVERLOAD = 429  # a status of refusals that are not the client's mistake
+
+
+class Judgement(NamedTuple):
+    """What a request says of its targets; None: nothing, and of ``tpot_s``: it cannot be told."""
+
+    ttft_met: bool | None = None
+    tpot_met: bool | None = None
+    tpot_s: float | None = None
+
+
+_UNJUDGED = Judgement()
+
+
+def has_first_token(record: RequestRecord) -> bool:
+    """True for streams of answers: of an answer in one piece nobody sees when its first token came."""
+    return record.ask.stream and BY_ENDPOINT[record.ask.endpoint][1].generates
+
+
+def judge_targets(record: RequestRecord, end: End, last_s: float | None) -> Judgement:
+    """``last_s``: when the last byte of the answer was forwarded.
+
+    A client that leaves before the first token says nothing of targets, and neither does a request that is wrong in
+    itself. Any other end without a first token has missed TTFT. An answer that was cut off has missed TPOT.
+    """
+    outcome, first_s, tokens = end.outcome, record.shown_attempt.first_token_s, end.output_tokens
+    if not has_first_token(record) or outcome is _CLIENT_ERROR:
+        return _UNJUDGED
+    if outcome is _REFUSED and 400 <= end.status < 500 and end.status != _OVERLOAD:
+        return _UNJUDGED
+    whole = outcome in _WHOLE
+    if first_s is None or (not whole and tokens == 0):  # the first byte was that of an error
+        return _UNJUDGED if outcome is _CLIENT_GONE else Judgement(False)
+    ttft_met = first_s - record.ask.arrived_s <= record.ttft.slo_s
+    if not whole:
+        return Judgement(ttft_met, False)
+    if tokens is None or tokens < 2 or last_s is None or not record.is_single():
+        return Judgement(ttft_met)
+    tpot_s = max(0.0, last_s - first_s) / (tokens - 1)
+    return Judgement(ttft_met, tpot_s <= record.tpot.slo_s, tpot_s)
+
+
+class Buckets:
+    """A histogram of seconds, without labels. ``counts``: one for each of ``bounds_s``, and one for what is above."""
+
+    __slots__ = ("bounds_s", "counts", "sum_s")
+
+    def __init__(self, bounds_s: Sequence[float]) -> None:
+        self.bounds_s = bounds_s
+        self.counts = [0] * (len(bounds_s) + 1)
+        self.sum_s = 0.0
+
+    def observe(self, seconds: float) -> None:
+        self.counts[bisect.bisect_left(self.bounds_s, seconds)] += 1
+        self.sum_s += seconds
+
+    def to_samples(self) -> list[tuple[str, float]]:
+        """Upper bound, and how many are at most that."""
+        bounds = [*map(str, self.bounds_s), "+Inf"]
+        return list(zip(bounds, itertools.accumulate(self.counts), strict=True))
+
+
+class _Row:
+    """Counts of one pair of model and tenant. ``ttft``, ``tpot``: how many have missed and met the target."""
+
+    __slots__ = ("ends", "input_tokens", "output_tokens", "request_s", "tpot", "tpot_s", "ttft", "ttft_s")
+
+    def __init__(self) -> None:
+        self.ends: dict[str, int] = {}
+        self.ttft, self.tpot = [0, 0], [0, 0]
+        self.input_tokens = 0
+        self.output_tokens = [0, 0]  # counted in events; as instances say
+        self.ttft_s, self.tpot_s, self.request_s = Buckets(SECONDS), Buckets(TPOT_SECONDS), Buckets(REQUEST_SECONDS)
+
+
+class RequestSeries(Collector):
+    """Rows by model and tenant, at most ``most_pairs`` and one more for each model."""
+
+    def __init__(self, registry: CollectorRegistry, most_pairs: int = MOST_PAIRS) -> None:
+        self._rows: dict[tuple[str, str], _Row] = {}
+        self._most_pairs = most_pairs
+        registry.register(self)
+
+    def note_first_token(self, model: str, record: RequestRecord, ttft_s: float) -> None:
+        self._find_row(model, record.tenant).ttft_s.observe(ttft_s)
+
+    def add_request(
+        self, model: str, record: RequestRecord, end: End, *, at_s: float, last_s: float | None = None
+    ) -> None:
+        """A request has ended at ``at_s``. ``last_s``: as in ``judge_targets``."""
+        row, outcome = self._find_row(model, record.tenant), end.outcome
+        label = outcome.label
+        row.ends[label] = row.ends.get(label, 0) + 1
+        if outcome is _OK:
+            row.request_s.observe(max(0.0, at_s - record.ask.arrived_s))
+        if end.output_tokens is not None:
+            row.output_tokens[end.exact_tokens] += end.output_tokens
+        if record.shown_attempt.first_token_s is not None:
+            row.input_tokens += record.prompt.tokens
+        ttft_met, tpot_met, tpot_s = judge_targets(record, end, last_s)
+        if ttft_met is not None:
+            row.ttft[ttft_met] += 1
+        if tpot_met is not None:
+            row.tpot[tpot_met] += 1
+        if tpot_s is not None:
+            row.tpot_s.observe(tpot_s)
+
+    def _find_row(self, model: str, tenant: str) -> _Row:
+        row = self._rows.get((model, tenant))
+        if row is None:
+            if tenant.startswith(KEY_PREFIX):
+                return self._find_row(model, "")
+            if len(self._rows) >= self._most_pairs:
+                return self._rows.setdefault((model, OTHER), _Row())
+            row = self._rows[model, tenant] = _Row()
+        return row
+
+    # -- for those who scrape ------------------------------------------------------------------------------------------
+
+    def collect(self) -> Iterator[Metric]:
+        yield self._collect_targets()
+        yield self._collect_ends()
+        yield from self._collect_tokens()
+        for name, text in (
+            ("ttft", "Arrival to first token, of streams."),
+            ("tpot", "Mean time per output token of a stream, from its first to its last."),
+            ("request", "Arrival to the last byte, of requests that were answered completely."),
+        ):
+            family = HistogramMetricFamily(f"pla_router_{name}_seconds", text, labels=_LABELS)
+            for labels, row in self._rows.items():
+                buckets: Buckets = getattr(row, f"{name}_s")
+                family.add_metric(labels, buckets.to_samples(), buckets.sum_s)
+            yield family
+
+    def _collect_targets(self) -> Metric:
+        family = CounterMetricFamily(
+            "pla_router_targets", "Streams that have ended, by target and whether it was met.", labels=_TARGET_LABELS
+        )
+        for labels, row in self._rows.items():
+            for target, counts in (("ttft", row.ttft), ("tpot", row.tpot)):
+                for met, count in zip(("false", "true"), counts, strict=True):
+                    family.add_metric((target, met, *labels), count)
+        return family
+
+    def _collect_ends(self) -> Metric:
+        text = "Requests that have ended, by how."
+        family = CounterMetricFamily("pla_router_requests", text, labels=("end", *_LABELS))
+        for labels, row in self._rows.items():
+            for end, count in row.ends.items():
+                family.add_metric((end, *labels), count)
+        return family
+
+    def _collect_tokens(self) -> Iterator[Metric]:
+        text = "Tokens of answers, as instances say; of answers without a count, events."
+        family = CounterMetricFamily("pla_router_output_tokens", text, labels=("by", *_LABELS))
+        for labels, row in self._rows.items():
+            for by, count in zip(("events", "instance"), row.output_tokens, strict=True):
+                family.add_metric((by, *labels), count)
+        yield family
+        text = "Prompt tokens of requests whose answer has begun."
+        family = CounterMetricFamily("pla_router_input_tokens", text, labels=_LABELS)
+        for labels, row in self._rows.items():
+            family.add_metric(labels, row.input_tokens)
+        yield family
+
+
+_TARGET_LABELS = ("target", "met", *_LABELS)
