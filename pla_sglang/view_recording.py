@@ -17,10 +17,13 @@ from typing import Any
 from pla_sglang.common import terminal
 from pla_sglang.common.cli import report_error
 from pla_sglang.common.errors import ConfigError
+from pla_sglang.fleet.viewer.history import describe_scale
 from pla_sglang.fleet.viewer.page import render_recorded
 from pla_sglang.fleet.viewer.recorded import read_history
 from pla_sglang.recording.file import read
 from pla_sglang.recording.rows import Header, RecordError
+
+TARGETS = ("ttft_s", "tpot_s")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -46,13 +49,20 @@ def make_document(file: Path) -> dict[str, Any]:
     """Everything that the page draws. Raises RecordError."""
     header, *lines = read(file)
     assert isinstance(header, Header), "the reader checks it"
-    history, end_s = read_history(lines)
+    time_scale = header.time_scale if header.device_time else 1.0
+    history, end_s = read_history(lines, time_scale)
     return {
         **history.to_document(end_s),
         "title": f"Recording {file.name}",
         "life": file.name,
-        "head": {"policy": header.policy, "profile": header.profile, "time scale": f"{header.time_scale:g}"},
+        "clock_start_s": header.clock_start_s,
+        "targets": {name: _wall_s(header.setup.get(name.replace("_s", "_slo_s")), time_scale) for name in TARGETS},
+        "head": {"policy": header.policy, "profile": header.profile, **describe_scale(header.time_scale)},
     }
+
+
+def _wall_s(device_s: float | None, time_scale: float) -> float | None:
+    return None if device_s is None else device_s * time_scale
 
 
 def run_command(argv: list[str] | None) -> int:

@@ -24,8 +24,9 @@ from pla_sglang.policy.interface.decisions import (
 )
 
 SET_ROLE = "set_role"
-# 1: without the epochs of roles; 2: without running requests; 3: without moves; 4: without step times and caches.
-VERSION = 5
+# 1: without the epochs of roles; 2: without running requests; 3: without moves; 4: without step times and caches;
+# 5: without the ends of requests and the time of day.
+VERSION = 6
 
 
 class RecordError(PlaError, ValueError):
@@ -44,6 +45,7 @@ class Header(Row):
         time_scale: of the devices.
         device_time: all times are those of the device; else, as policies once had them, of the wall, and the steps of
             the profile are to be taken ``time_scale`` times as long.
+        clock_start_s: when the clock of the wall was 0, in seconds since 1970 (UTC); None: it is not known.
     """
 
     policy: str
@@ -52,6 +54,7 @@ class Header(Row):
     time_scale: float = 1.0
     version: int = 1
     device_time: bool = False
+    clock_start_s: float | None = None
 
 
 class Views(Row):
@@ -153,6 +156,27 @@ class Moved(Row):
     pause_s: float
 
 
+class Ended(Row):
+    """How a request has ended for its client. No policy is told of it as such: see ``Finish``.
+
+    Attributes:
+        end: as in ``pla_router_requests_total``.
+        failed: its client was owed an answer and did not get one, or not all of it.
+        ttft_s, tpot_s: arrival to first token, and mean time per output token; None: it has none.
+        ttft_met, tpot_met: its targets; None: it says nothing of them.
+    """
+
+    now_s: float
+    rid: str
+    end: str
+    failed: bool
+    output_tokens: int
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    ttft_met: bool | None = None
+    tpot_met: bool | None = None
+
+
 class Prefilled(Row):
     """``on_prefill``."""
 
@@ -200,6 +224,7 @@ Line = (
     | Running
     | Ticked
     | Moved
+    | Ended
     | Prefilled
     | FirstToken
     | Interval

@@ -98,7 +98,7 @@ def test_a_recording_from_before_caches_were_known_can_be_read(tmp_path: Path) -
     path = tmp_path / "run.jsonl"
     record(path, "least-tokens")
     text = re.sub(r',?"(kv_cached_tokens|evicted_next_s)":(null|[-0-9.e]+)', "", path.read_text(encoding="utf-8"))
-    path.write_text(text.replace("{,", "{").replace('"version":5', '"version":4'), encoding="utf-8")
+    path.write_text(text.replace("{,", "{").replace('"version":6', '"version":4'), encoding="utf-8")
     _, result = replay_file(path)
     assert result.identical_share == 1.0, result.differences
 
@@ -199,7 +199,7 @@ def test_the_last_line_is_the_result(tmp_path: Path, capsys: pytest.CaptureFixtu
     ("old", "new", "message"),
     [
         ('"type":"header"', '"type":"views"', "line 1"),
-        ('"version":5', '"version":9', "version 9"),
+        ('"version":6', '"version":9', "version 9"),
         ('"type":"dispatched"', '"type":"nothing"', "line"),
         ('"rid":"r3"', '"rid":"r9999"', "does not fit"),
         ('"queued_tokens"', '"queued_tonkes"', "does not fit"),

@@ -110,6 +110,61 @@ class TtftSums:
 NO_REQUESTS = TtftSums()
 
 
+def describe_scale(time_scale: float) -> dict[str, str]:
+    """For the box at the top of the page: nothing on a real device, whose time is that of the wall."""
+    if time_scale == 1:
+        return {}
+    return {"times": f"of the wall; device time is 1/{time_scale:g} of them (emulated device)"}
+
+
+BUCKETS_PER_DOUBLING = 8  # of durations: a quantile is at most 9 % above the true one
+
+
+def find_bucket(seconds: float) -> int:
+    """The number of the bucket of a duration, whose upper bound is 2 ** (number / BUCKETS_PER_DOUBLING) seconds."""
+    return math.ceil(BUCKETS_PER_DOUBLING * math.log2(max(seconds, 1e-6)))
+
+
+class RequestFigures:
+    """Requests that have ended in some span of time, and first tokens that came in it.
+
+    ``ttft``, ``tpot``: how many have missed and met the target; ``ttft_buckets``, ``tpot_buckets``: durations counted
+    by ``find_bucket``. Failed are those that the fleet owed an answer.
+    """
+
+    FIELDS = ("ended", "failed", "output_tokens", "ttft", "tpot", "ttft_buckets", "tpot_buckets")
+    __slots__ = FIELDS
+
+    def __init__(self) -> None:
+        self.ended = self.failed = self.output_tokens = 0
+        self.ttft, self.tpot = [0, 0], [0, 0]
+        self.ttft_buckets: dict[int, int] = {}
+        self.tpot_buckets: dict[int, int] = {}
+
+    def add_first_token(self, ttft_s: float) -> None:
+        bucket = find_bucket(ttft_s)
+        self.ttft_buckets[bucket] = self.ttft_buckets.get(bucket, 0) + 1
+
+    def add_end(
+        self, *, failed: bool, ttft_met: bool | None, tpot_met: bool | None, tpot_s: float | None, output_tokens: int
+    ) -> None:
+        """None: the request says nothing of that target, or has no such time."""
+        self.ended += 1
+        self.failed += failed
+        self.output_tokens += output_tokens
+        if ttft_met is not None:
+            self.ttft[ttft_met] += 1
+        if tpot_met is not None:
+            self.tpot[tpot_met] += 1
+        if tpot_s is not None:
+            bucket = find_bucket(tpot_s)
+            self.tpot_buckets[bucket] = self.tpot_buckets.get(bucket, 0) + 1
+
+    def to_row(self) -> list[Any]:
+        """JSON-ready, in the order of ``FIELDS``."""
+        return [getattr(self, name) for name in self.FIELDS]
+
+
 def measure_load(view: InstanceView, ttft: TtftSums = NO_REQUESTS) -> Load:
     """What a policy sees of an instance now, as whole numbers."""
     return Load(
@@ -140,6 +195,7 @@ class _Sample(NamedTuple):
     """``values``: int64 [instances, 1 + fields of ``Load``], an instance's index in front of its load.
 
     ``lengths``: mean absolute errors of predicted lengths and of the best constant, in tokens; None: there are none.
+    ``figures``: since the sample before; None: they are not known.
     """
 
     at_s: float
@@ -147,6 +203,7 @@ class _Sample(NamedTuple):
     waiting: int
     values: array[int]
     lengths: tuple[float, float] | None = None
+    figures: RequestFigures | None = None
 
 
 _WIDTH = 1 + len(Load._fields)
@@ -210,9 +267,10 @@ class FleetHistory:
         open_requests: int,
         waiting: int,
         lengths: ErrorSums | None = None,
+        figures: RequestFigures | None = None,
     ) -> None:
         """``loads`` by index of instance; ``waiting``: requests that have no instance yet; ``lengths``: errors of
-        predictions that were judged lately."""
+        predictions that were judged lately; ``figures``: of requests since the last sample."""
         values = array("q")
         for index in sorted(loads)[:MOST_INSTANCES]:
             values.append(index)
@@ -221,7 +279,7 @@ class FleetHistory:
         means = None
         if lengths is not None and lengths.count:
             means = round(lengths.mae_tokens, 1), round(lengths.mae_constant_tokens, 1)
-        self._samples.append(_Sample(round(now_s, 3), open_requests, waiting, values, means))
+        self._samples.append(_Sample(round(now_s, 3), open_requests, waiting, values, means, figures))
         self._forget_before(now_s - self.window_s)
 
     def _forget_before(self, limit_s: float) -> None:
@@ -253,6 +311,8 @@ class FleetHistory:
             "interval_s": self.interval_s,
             "left_out": self._left_out,
             "load_fields": Load._fields,
+            "figure_fields": RequestFigures.FIELDS,
+            "buckets_per_doubling": BUCKETS_PER_DOUBLING,
             "instances": [
                 {
                     "index": index,
@@ -269,11 +329,7 @@ class FleetHistory:
             ],
             "moved": self._moved,
             "moves": [[round(move.at_s, 3), *move[1:]] for move in self._moves],
-            "samples": [
-                [sample.at_s, sample.open_requests, sample.waiting, _split_rows(sample.values), sample.lengths]
-                for sample in self._samples
-                if sample.at_s > since_s
-            ],
+            "samples": [_describe_sample(sample) for sample in self._samples if sample.at_s > since_s],
         }
 
     def _find_start(self, now_s: float) -> float:
@@ -281,6 +337,11 @@ class FleetHistory:
         first = [self._samples[0].at_s] if self._samples else []
         first += [self._changes[0].at_s] if self._changes else []
         return min(first, default=now_s)
+
+
+def _describe_sample(sample: _Sample) -> list[Any]:
+    figures = None if sample.figures is None else sample.figures.to_row()
+    return [sample.at_s, sample.open_requests, sample.waiting, _split_rows(sample.values), sample.lengths, figures]
 
 
 def _split_rows(values: array[int]) -> list[list[int]]:

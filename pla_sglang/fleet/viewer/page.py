@@ -69,7 +69,7 @@ def _read_style() -> str:
 
 
 def _read_script() -> str:
-    return "".join(map(_read_asset, ("fleet.js", "panels.js", "planner.js", "view.js")))
+    return "".join(map(_read_asset, ("fleet.js", "panels.js", "planner.js", "tiles.js", "view.js")))
 
 
 def _fill_template(texts: Mapping[str, str], policy: str) -> str:

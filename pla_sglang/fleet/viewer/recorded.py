@@ -1,7 +1,8 @@
 """The history of a fleet from a recording of the router. Nothing is decided again: what stands in the file is read.
 
-Times are those of the recording, device time. The answer of a policy stands before the change of the view that it led
-to; so a change gets the reason of the last answer that has asked for it.
+A recording is in device time. The history is in wall time, as the live one of /pla/view, so that the same move takes
+the same time in both. The answer of a policy stands before the change of the view that it led to; so a change gets the
+reason of the last answer that has asked for it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pla_sglang.fleet.viewer.history import (
     NO_REQUESTS,
     FleetHistory,
     Membership,
+    RequestFigures,
     RequestMove,
     TtftSums,
     measure_load,
@@ -30,15 +32,16 @@ MOST_CHANGES = 100_000
 _FIELDS = {"set_role": "role", "set_length_class": "length_class"}
 
 
-def read_history(lines: Sequence[rows.Line]) -> tuple[FleetHistory, float]:
-    """``lines`` after the header. Returns the history of the whole span, and when it ends.
+def read_history(lines: Sequence[rows.Line], time_scale: float = 1.0) -> tuple[FleetHistory, float]:
+    """``lines`` after the header; ``time_scale``: wall seconds of one of theirs. Returns the history of the whole span,
+    and when it ends.
 
     Raises RecordError for an empty recording, and for a line that does not fit those before it.
     """
-    times_s = [line.now_s for line in lines if not isinstance(line, rows.Header)]
+    times_s = [line.now_s * time_scale for line in lines if not isinstance(line, rows.Header)]
     if not times_s:
         raise RecordError("the recording holds nothing after its header")
-    reader = _Reader(times_s[0], times_s[-1])
+    reader = _Reader(times_s[0], times_s[-1], time_scale)
     for number, line in enumerate(lines, 2):
         try:
             reader.read_line(line)
@@ -49,48 +52,54 @@ def read_history(lines: Sequence[rows.Line]) -> tuple[FleetHistory, float]:
 
 
 class _Reader:
-    def __init__(self, start_s: float, end_s: float) -> None:
+    def __init__(self, start_s: float, end_s: float, time_scale: float) -> None:
         interval_s = max(SHORTEST_INTERVAL_S, (end_s - start_s) / MOST_SAMPLES)
         self.history = FleetHistory(window_s=float("inf"), interval_s=interval_s, most_changes=MOST_CHANGES)
+        self._scale = time_scale
         self._fleet = FleetView()
         self._next_s = start_s + interval_s
         self._orders: dict[tuple[int, str], tuple[str, str]] = {}  # (instance, field) -> (value, reason)
         self._arrived: set[str] = set()
         self._dispatched_s: dict[str, float] = {}
         self._ttft: dict[int, TtftSums] = {}
+        self._has_ends = False  # recordings of former versions have none
+        self._figures = RequestFigures()
 
     def read_line(self, line: rows.Line) -> None:
         """Raises KeyError, IndexError, ValueError or TypeError for a line that does not fit."""
         if isinstance(line, rows.Header):
             raise ValueError("a second header")
-        self.add_samples(line.now_s)
+        now_s = line.now_s * self._scale
+        self.add_samples(now_s)
         match line:
             case rows.Views():
                 restore(self._fleet, line.changed)
                 for index in line.changed:
-                    self._note_view(self._fleet.instances[index], line.now_s)
+                    self._note_view(self._fleet.instances[index], now_s)
             case rows.Arrival():
                 self._arrived.add(line.rid)
             case rows.Dispatched():
                 if line.answer.prefill is not None:
-                    self._dispatched_s[line.rid] = line.now_s
+                    self._dispatched_s[line.rid] = now_s
                 self._note_orders(line.answer)
             case rows.Placed() | rows.Ticked():
                 self._note_orders(line.answer)
             case rows.Moved():
                 move = RequestMove(
-                    line.now_s,
+                    now_s,
                     line.rid,
                     self._fleet.instances[line.source].name,
                     self._fleet.instances[line.target].name,
                     line.how,
                     line.reason,
                     line.kv_bytes,
-                    line.pause_s,
+                    line.pause_s * self._scale,
                 )
                 self.history.note_move(move)
             case rows.FirstToken():
-                self._note_first_token(line)
+                self._note_first_token(line, now_s)
+            case rows.Ended():
+                self._note_end(line)
             case rows.Finish():
                 self._arrived.discard(line.rid)
                 self._dispatched_s.pop(line.rid, None)
@@ -101,7 +110,11 @@ class _Reader:
             views = [view for view in self._fleet.instances if view.state.value != GONE]
             loads = {view.index: measure_load(view, self._ttft.get(view.index, NO_REQUESTS)) for view in views}
             waiting = sum(rid not in self._dispatched_s for rid in self._arrived)
-            self.history.add_sample(self._next_s, loads, open_requests=len(self._arrived), waiting=waiting)
+            figures = self._figures if self._has_ends else None
+            self.history.add_sample(
+                self._next_s, loads, open_requests=len(self._arrived), waiting=waiting, figures=figures
+            )
+            self._figures = RequestFigures()
             self._next_s += self.history.interval_s
 
     def _note_view(self, view: InstanceView, now_s: float) -> None:
@@ -126,8 +139,20 @@ class _Reader:
                 index, value = fields[:2]
                 self._orders[index, _FIELDS[kind]] = (value or BOTH_CLASSES, reason)
 
-    def _note_first_token(self, line: rows.FirstToken) -> None:
+    def _note_end(self, line: rows.Ended) -> None:
+        self._has_ends = True
+        if line.ttft_s is not None:
+            self._figures.add_first_token(line.ttft_s * self._scale)
+        self._figures.add_end(
+            failed=line.failed,
+            ttft_met=line.ttft_met,
+            tpot_met=line.tpot_met,
+            tpot_s=None if line.tpot_s is None else line.tpot_s * self._scale,
+            output_tokens=line.output_tokens,
+        )
+
+    def _note_first_token(self, line: rows.FirstToken, now_s: float) -> None:
         dispatched_s = self._dispatched_s.get(line.rid)
         if line.predicted_ttft_s is not None and dispatched_s is not None:
             sums = self._ttft.setdefault(line.instance, TtftSums())
-            sums.add_request(max(0.0, line.now_s - dispatched_s), line.predicted_ttft_s)
+            sums.add_request(max(0.0, now_s - dispatched_s), line.predicted_ttft_s * self._scale)

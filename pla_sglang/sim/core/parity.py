@@ -121,8 +121,8 @@ class Replay:
                 self._fleet.startup_s = line.startup_s
             case rows.Running():
                 self._batches |= {index: restore_batch(batch) for index, batch in line.batches.items()}
-            case rows.Moved():
-                pass  # what came of an order: the views show it
+            case rows.Moved() | rows.Ended():
+                pass  # what came of orders: the views show it
             case rows.Arrival():
                 request = self._requests[line.rid] = RequestView(**_reported(line))
                 runner.arrive(request, line.now_s)

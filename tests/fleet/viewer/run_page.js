@@ -85,7 +85,12 @@ function describePage() {
   return {
     title: world.document.title, status: text("status"), span: text("span-text"), facts: Object.fromEntries(facts),
     legend: byId.get("legend").children.map((one) => one.textContent), pausable: !byId.get("pause").removed,
-    panels: Object.fromEntries(["pools", "requests", "lengths", "planner", "loads", "rows"].map((id) => (
+    tiles: byId.get("tiles").children.map((tile) => [
+      ...tile.children.filter((one) => one.tag === "p").map((one) => one.textContent), tile.className.replace(/^tile ?/, ""),
+      tile.all("path").length,
+    ]),
+    troubles: byId.get("troubles").hidden ? [] : byId.get("troubles").children.map((one) => one.textContent),
+    panels: Object.fromEntries(["latency", "pools", "requests", "lengths", "planner", "loads", "rows"].map((id) => (
       [id, byId.get(id).all("svg").map(describePanel)]
     ))),
     tables: Object.fromEntries(["instances", "changes", "moves"].map((id) => [id, rowsOf(id)])),

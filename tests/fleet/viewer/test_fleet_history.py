@@ -136,7 +136,7 @@ def test_load_is_whole_numbers_and_the_document_is_json() -> None:
     history = history_of("<b>")
     history.add_sample(1.0, {0: load}, open_requests=4, waiting=2)
     assert json.loads(json.dumps(history.to_document(1.0), allow_nan=False))["samples"] == [
-        [1.0, 4, 2, [[0, *load]], None]
+        [1.0, 4, 2, [[0, *load]], None, None]
     ]
 
 

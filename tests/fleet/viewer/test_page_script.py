@@ -88,7 +88,7 @@ def heights(panel: dict[str, Any]) -> dict[str, float]:
     return {rect["fill"]: float(rect["height"]) for rect in panel["rects"] if float(rect["x"]) == last}
 
 
-def test_the_live_page_shows_queue_pools_and_a_flip_with_its_reason_and_epoch() -> None:
+def test_the_live_page_shows_queue_pools_and_a_flip_with_its_reason_and_order() -> None:
     pointers = [
         ("rows", 0.982, 0.8),
         ("requests", 0.982, 0.5),
@@ -99,7 +99,7 @@ def test_the_live_page_shows_queue_pools_and_a_flip_with_its_reason_and_epoch() 
     asked, [before, after] = run_page(render_live().decode(), answers_of_a_flip(), pointers)
     assert asked == ["/pla/view/since/0", "/pla/view/since/104"]
     assert [shown["status"] for shown in (before, after)] == ["live", "live"]
-    assert after["facts"] == {**HEAD, "instances": "3", "requests that moved": "1"}
+    assert after["facts"] == {**HEAD, "requests that moved": "1"}
 
     assert (before["legend"], after["legend"]) == (["prefill"], ["prefill", "decode"])
     [pools], [flipped] = before["panels"]["pools"], after["panels"]["pools"]
@@ -112,8 +112,8 @@ def test_the_live_page_shows_queue_pools_and_a_flip_with_its_reason_and_epoch() 
         ["c", "stateless", "decode", "both", "ready"],
     ]
 
-    assert before["tables"]["instances"][1][5:] == ["12.0k", "1", "25 %", "10", "0.300 s", "0.200 s"]
-    assert after["tables"]["instances"][1][5:] == ["500", "1", "25 %", "20", "0.300 s", "0.200 s"]
+    assert before["tables"]["instances"][1][5:] == ["12,000", "1", "25 %", "10", "300 ms", "200 ms"]
+    assert after["tables"]["instances"][1][5:] == ["500", "1", "25 %", "20", "300 ms", "200 ms"]
     strokes = [path["stroke"] for path in before["panels"]["requests"][0]["paths"]]
     assert strokes[-1] == STATE_COLOURS["suspect"], "those that wait"
     assert before["pointed"][1] == ["now", "open: 5", "of these waiting in the router: 2"]
@@ -125,10 +125,10 @@ def test_the_live_page_shows_queue_pools_and_a_flip_with_its_reason_and_epoch() 
     assert at_the_end[:2] == ["c", "now: decode"]
     assert counted[1:] == ["prefill: 2", "decode: 1"]
     assert outside == [""], "left of the axis there is nothing"
-    assert at_the_flip[-2:] == ["2.0 s ago: decode (epoch 7)", f"arrow.flip_idle: {why}"]
+    assert at_the_flip[-2:] == ["2.0 s ago: decode (order 7)", f"arrow.flip_idle: {why}"]
     assert (before["panels"]["lengths"], len(after["panels"]["lengths"])) == ([], 1), "once answers were judged"
-    assert "900" in after["panels"]["lengths"][0]["texts"]
-    assert after["tables"]["moves"][1][:6] == ["1.0 s ago", "a", "c", "pull", "4.0 MB", "50 ms"]
+    assert "1,000" in after["panels"]["lengths"][0]["texts"], "the next round number above 900"
+    assert after["tables"]["moves"][1][:6] == ["1.0 s ago", "a", "c", "KV transfer", "4 MB", "50 ms"]
 
 
 def test_the_live_page_stands_a_router_that_fails_or_starts_again() -> None:

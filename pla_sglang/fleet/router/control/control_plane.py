@@ -94,7 +94,7 @@ class ControlPlane:
         self._length_blind = policy.length_blind
         device_clock = DeviceClock()  # set when the first instance says what it is
         self.table = self._make_table(device_clock, pools=policy.pools)
-        self._watch = FleetWatch(self.table, self.series.worker_ttft.by_worker)
+        self._watch = FleetWatch(self.table, self.series.worker_ttft.by_worker, self.series.requests.take_recent)
         self._worker_file = None if knobs.worker_file is None else WorkerFile(knobs.worker_file, self.table)
         self._service = self._make_service() if knobs.worker_service else None
         self._relays = RelayPorts(knobs, self.table, self.epoch, router_key=router_key)
@@ -199,7 +199,8 @@ class ControlPlane:
         knobs = self.knobs
         if knobs.profile != "auto":
             load_profile(knobs.profile)
-        self.policy.open_recording(keep=self._state_file.state.next_number > 0)
+        keep = self._state_file.state.next_number > 0
+        self.policy.open_recording(keep=keep, clock_start_s=time.time() - self._clock())
         if knobs.trace_endpoint:
             self.dispatcher.tracing = load_tracing(knobs, self._clock)
         self._client = client = InstanceClient(
@@ -318,11 +319,14 @@ class ControlPlane:
 
     def view_document(self, since_s: float) -> dict[str, Any]:
         """For /pla/view: the last minutes, of samples those after ``since_s``."""
-        document = self._watch.history.to_document(self._clock(), since_s)
+        now_s = self._clock()
+        document = self._watch.history.to_document(now_s, since_s)
         plan = self.scaling.log.to_document() if self.scaling.knobs.plans else None
         return {
             **document,
             "life": str(self.epoch),
+            "clock_start_s": time.time() - now_s,
+            "targets": {"ttft_s": self.knobs.slo_ttft_s, "tpot_s": self.knobs.slo_tpot_s},
             "head": describe_fleet(self.dispatcher, self.scaling),
             "plan": plan,
         }

@@ -122,6 +122,7 @@ class LivePolicy:
         self.clock = clock
         self.running, self.orders = running, running.orders
         self.moves_requests = False  # running requests are listed for it
+        self._clock_start_s: float | None = None
         self._knobs = knobs
         self._fleet = fleet
         self._effects = effects
@@ -131,8 +132,10 @@ class LivePolicy:
         self._steps: dict[int, ReportedSteps] = {}  # by index of the instance
         self._teaches_predictor = False  # the predictor is not the policy's, so it learns here
 
-    def open_recording(self, *, keep: bool) -> None:
-        """``keep``: see ``open_record``. Raises ConfigError if the file cannot be written."""
+    def open_recording(self, *, keep: bool, clock_start_s: float) -> None:
+        """``keep``: see ``open_record``; ``clock_start_s``: as in ``Header``. Raises ConfigError if the file cannot be
+        written."""
+        self._clock_start_s = clock_start_s
         if self._knobs.record is not None:
             self._record_file = open_record(self._knobs.record, keep=keep)
 
@@ -173,7 +176,7 @@ class LivePolicy:
         self.profile = f"{profile} x {time_scale:g}"
         self.kv_bytes_per_token = steps.kv_bytes_per_token
         if self._record_file is not None:
-            header = header_of(knobs.policy, profile, time_scale, setup)
+            header = header_of(knobs.policy, profile, time_scale, setup, self._clock_start_s)
             self.recorder = DecisionRecorder(self._record_file, header, self._fleet)
         policy = build(knobs.policy, setup)
         self.roles = policy.roles

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container
 
 from pla_sglang.fleet.router.control.observability.explain import stage_seconds
-from pla_sglang.fleet.router.control.observability.request_series import has_first_token
+from pla_sglang.fleet.router.control.observability.request_series import describe_end, has_first_token
 from pla_sglang.fleet.router.control.request_dispatcher import ADOPTED, RequestDispatcher
 from pla_sglang.fleet.router.control.requests.request_record import ENDED, Attempt, End, RequestRecord
 from pla_sglang.fleet.router.control.workers.abort_order import AbortOrder
@@ -168,7 +168,9 @@ class RequestEvents:
             self._policy.runner.finish(record.view, tokens, now_s)
         record.release_prompt()
         model = self._table.names.find_label(record.ask)
-        self._series.requests.add_request(model, record, end, at_s=at_s, last_s=last_s)
+        judged = self._series.requests.add_request(model, record, end, at_s=at_s, last_s=last_s)
+        if self._policy.recorder is not None:
+            self._policy.recorder.write_end(describe_end(record, end, judged, self._policy.clock, now_s))
         tracing = self._dispatcher.tracing
         if tracing is not None and record.ask.parent is not None:
             tracing.trace(record)

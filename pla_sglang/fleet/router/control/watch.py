@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from pla_sglang.common.legend.explanations import WORKER_PREFIX
 from pla_sglang.fleet.router.control.policy_setup import LivePolicy
@@ -14,8 +14,10 @@ from pla_sglang.fleet.viewer.history import (
     BOTH_CLASSES,
     NO_REQUESTS,
     FleetHistory,
+    RequestFigures,
     RequestMove,
     TtftSums,
+    describe_scale,
     measure_load,
     membership_of,
 )
@@ -32,12 +34,15 @@ class FleetWatch:
 
     Args:
         ttft: by name of worker, as the series count it.
+        take_figures: what the series have counted of requests since it was called last.
     """
 
-    def __init__(self, table: WorkerTable, ttft: Mapping[str, TtftSums]) -> None:
+    def __init__(
+        self, table: WorkerTable, ttft: Mapping[str, TtftSums], take_figures: Callable[[], RequestFigures]
+    ) -> None:
         self.history = FleetHistory()
         self._table = table
-        self._ttft = ttft
+        self._ttft, self._take_figures = ttft, take_figures
         self._noted_moves = 0
         self._gone: set[int] = set()  # indices of dead workers that are noted as such
 
@@ -62,7 +67,10 @@ class FleetWatch:
                 for worker in self._table
             }
             errors = None if lengths is None else lengths.recent()
-            self.history.add_sample(now_s, loads, open_requests=open_requests, waiting=waiting, lengths=errors)
+            figures = self._take_figures()
+            self.history.add_sample(
+                now_s, loads, open_requests=open_requests, waiting=waiting, lengths=errors, figures=figures
+            )
 
     def _note_moves(self, runner: FleetRunner) -> None:
         """Those since the last look, as far as the runner still has them."""
@@ -84,7 +92,8 @@ class FleetWatch:
     def _note_worker(self, worker: Worker, now_s: float) -> None:
         view, state = worker.view, worker.state
         capacity = None if worker.description is None else view.kv_capacity_tokens
-        self.history.note_instance(view.index, view.name, view.kind.value, capacity)
+        kind = "" if worker.description is None else view.kind.value
+        self.history.note_instance(view.index, view.name, kind, capacity)
         before, now = self.history.find_membership(view.index), membership_of(view)._replace(state=state.value)
         if before is None or before.state != now.state:
             reason = f"{WORKER_PREFIX}{worker.reason.value}"
@@ -111,7 +120,7 @@ def note_move(record: RequestRecord, now_s: float, *, history: FleetHistory, pol
 
 def describe_fleet(dispatcher: RequestDispatcher, scaling: ScaleOrders) -> dict[str, str]:
     """The box at the top of the page: names and short texts."""
-    runner = dispatcher.policy.runner
+    runner, correction = dispatcher.policy.runner, dispatcher.admission.correction
     plan = {"planner": scaling.describe_plan()} if scaling.knobs.plans else {}
     return {
         "policy": dispatcher.knobs.policy,
@@ -119,6 +128,7 @@ def describe_fleet(dispatcher: RequestDispatcher, scaling: ScaleOrders) -> dict[
         "open requests": str(dispatcher.ledger.live),
         "waiting in the router": str(len(dispatcher.queue)),
         "moves between pools": "0" if runner is None else str(runner.moved.total()),
-        "TTFT over predicted, median": f"{dispatcher.admission.correction.quantile(0.5):.3g}",
+        "TTFT over predicted, median": f"{correction.quantile(0.5):.3g}" if correction.count else "-",
+        **describe_scale(dispatcher.policy.clock.time_scale),
         **plan,
     }

@@ -6,8 +6,9 @@ const fleet = (() => {
   const recorded = readPart("data");
   const state = {
     life: null, now: 0, start: 0, head: {}, instances: [], samples: [], changes: [], moves: [], moved: 0, leftOut: 0,
-    plan: null,
+    plan: null, clock: null, targets: {},
   };
+  const LONG_START_S = 60; // an instance that takes longer to be ready is shown as a trouble
   const places = {}; // name of a figure of load -> its place in a row
   let spans = new Map(); // index of instance -> where it belonged when
 
@@ -15,8 +16,10 @@ const fleet = (() => {
     if (doc.life !== state.life) Object.assign(state, { life: doc.life, samples: [] });
     const last = lastSampleTime();
     doc.load_fields.forEach((name, place) => { places[name] = place + 1; });
-    for (const [at, open, waiting, rows, lengths] of doc.samples) {
-      if (at > last) state.samples.push({ at, open, waiting, lengths, loads: new Map(rows.map((row) => [row[0], row])) });
+    for (const [at, open, waiting, rows, lengths, values] of doc.samples) {
+      const figures = values && Object.fromEntries(doc.figure_fields.map((name, place) => [name, values[place]]));
+      const loads = new Map(rows.map((row) => [row[0], row]));
+      if (at > last) state.samples.push({ at, open, waiting, lengths, figures, loads });
     }
     state.samples = state.samples.filter((sample) => sample.at >= doc.start_s);
     state.changes = doc.changes.map(([at, index, phase, role, cls, reason, epoch]) => (
@@ -28,7 +31,8 @@ const fleet = (() => {
     state.moved = doc.moved;
     state.plan = doc.plan ?? null;
     Object.assign(state, { now: doc.now_s, start: doc.start_s, head: doc.head });
-    Object.assign(state, { instances: doc.instances, leftOut: doc.left_out });
+    Object.assign(state, { instances: doc.instances, leftOut: doc.left_out, perDoubling: doc.buckets_per_doubling });
+    Object.assign(state, { clock: doc.clock_start_s ?? null, targets: doc.targets ?? {} });
     spans = new Map(state.instances.map((one) => [one.index, listSpans(one)]));
   }
 
@@ -55,6 +59,36 @@ const fleet = (() => {
   const spanAt = (index, at) => (spans.get(index) || []).find((span) => (
     span.from <= Math.min(at, state.now) && Math.min(at, state.now) <= span.to
   ));
+  // Instances that are lost or not well at a time: [{one, since, bad, text, reason}], in order of the fleet.
+  function listTroubles(at) {
+    const found = [];
+    for (const one of state.instances) {
+      const span = spanAt(one.index, at), end = lossOf(one, at);
+      if (end) found.push({ one, since: end.at, bad: true, text: "lost", reason: end.reason });
+      else if (span && span.state === "suspect") {
+        found.push({ one, since: span.from, bad: true, text: "suspect", reason: span.reason });
+      } else if (span && span.state === "starting" && at - span.from > LONG_START_S) {
+        found.push({ one, since: span.from, bad: false, text: "not ready", reason: span.reason });
+      }
+    }
+    return found.filter(({ one, text }) => text !== "not ready" || !found.some((other) => (
+      other.text === "lost" && other.one.name === one.name
+    )));
+  }
+
+  // The change with which it was lost, if no other one serves at its address: not one that was removed or drained.
+  function lossOf(one, at) {
+    const own = state.changes.filter((change) => change.index === one.index && change.at <= at);
+    const end = own[own.length - 1], before = own.length > 1 ? own[own.length - 2].state : one.base && one.base[0];
+    if (!end || end.state !== "dead" || end.reason === "worker.removed") return null;
+    if (before === "draining" || before === "dead") return null;
+    const follows = state.instances.some((other) => {
+      const span = other.index > one.index && other.name === one.name && spanAt(other.index, at);
+      return span && ["ready", "draining"].includes(span.state);
+    });
+    return follows ? null : end;
+  }
+
   const poolOf = (span) => (span.state === "ready" ? span.role : span.state);
   const classOf = (span) => (span.state === "ready" && span.role !== "decode" ? span.cls || "both" : null);
   const hasClasses = () => [...spans.values()].some((listed) => listed.some((span) => span.cls));
@@ -85,6 +119,32 @@ const fleet = (() => {
     return new Map([...sums].map(([pool, [sum, count]]) => [pool, sum / count]));
   }
 
+  // What requests have done in a span, over its samples; null: nothing is known of them. ``covered``: seconds.
+  function sumFigures(samples, from, to) {
+    const inside = samples.filter((sample) => sample.figures && sample.at > from && sample.at <= to);
+    if (!inside.length) return null;
+    const gap = state.samples.length > 1 ? state.samples[1].at - state.samples[0].at : to - from;
+    const sum = { ended: 0, failed: 0, output_tokens: 0, ttft: [0, 0], tpot: [0, 0], ttft_buckets: {}, tpot_buckets: {} };
+    for (const { figures } of inside) {
+      for (const name of ["ended", "failed", "output_tokens"]) sum[name] += figures[name];
+      for (const name of ["ttft", "tpot"]) sum[name] = sum[name].map((count, place) => count + figures[name][place]);
+      for (const name of ["ttft_buckets", "tpot_buckets"]) {
+        for (const [bucket, count] of Object.entries(figures[name])) sum[name][bucket] = (sum[name][bucket] || 0) + count;
+      }
+    }
+    return { ...sum, covered: Math.min(to - from, inside.length * gap) };
+  }
+
+  // Of durations in buckets, in seconds; null: there are none. In the middle of its bucket.
+  function quantile(buckets, share) {
+    const sorted = Object.entries(buckets).map(([bucket, count]) => [Number(bucket), count]).sort((a, b) => a[0] - b[0]);
+    let left = share * sorted.reduce((sum, [, count]) => sum + count, 0);
+    const found = sorted.find(([, count]) => (left -= count) <= 1e-9);
+    return found ? 2 ** ((found[0] - 0.5) / state.perDoubling) : null;
+  }
+
+  const shareMet = ([missed, met]) => (missed + met ? met / (missed + met) : null);
+
   // Samples of the span that is shown, two more on both sides.
   function samplesOf(shown) {
     const pad = 2 * (state.samples.length > 1 ? state.samples[1].at - state.samples[0].at : 1);
@@ -100,18 +160,33 @@ const fleet = (() => {
 
   // -- words --------------------------------------------------------------------------------------------------------
 
-  const words = (text) => text.replaceAll("_", " ");
+  const WORDS = { mixed: "prefill + decode", pull: "KV transfer", redo: "recompute" };
+  const words = (text) => (Object.hasOwn(WORDS, text) ? WORDS[text] : text.replaceAll("_", " "));
   const explain = (reason) => (Object.hasOwn(legend.reasons, reason) ? legend.reasons[reason] : legend.unknown);
   const colourOf = (pool) => legend.roles[pool] || legend.states[pool] || legend.classes[pool] || "#888888";
-  const duration = (s) => (s >= 90 ? `${(s / 60).toFixed(1)} min` : `${s.toFixed(s < 10 ? 1 : 0)} s`);
-
-  function number(value) {
-    if (value > 0 && value < 0.1) return `${Number(value.toPrecision(2))}`;
-    if (value >= 1e6) return `${(value / 1e6).toFixed(2)}M`;
-    return value >= 1e4 ? `${(value / 1e3).toFixed(1)}k` : `${Math.round(value * 100) / 100}`;
+  function duration(s) {
+    if (s < 120) return `${s.toFixed(s < 10 ? 1 : 0)} s`;
+    const [big, small, unit, part] = s < 5400 ? [60, 1, "min", "s"] : [3600, 60, "h", "min"];
+    const rest = Math.round((s % big) / small);
+    return `${Math.floor(s / big)} ${unit}${rest ? ` ${rest} ${part}` : ""}`;
   }
 
+  function number(value) {
+    if (value >= 1e6) return `${(value / 1e6).toFixed(2)}M`;
+    return value >= 100 ? Math.round(value).toLocaleString("en-US") : `${Number(value.toPrecision(3))}`;
+  }
+
+  function bytes(value) {
+    const unit = [["GB", 1e9], ["MB", 1e6], ["kB", 1e3]].find(([, size]) => value >= size);
+    return unit ? `${Number((value / unit[1]).toPrecision(3))} ${unit[0]}` : `${value} bytes`;
+  }
+
+  const seconds = (s) => (s < 1 ? `${Number((1000 * s).toPrecision(3))} ms` : `${Number(s.toPrecision(3))} s`);
+  const percent = (share) => `${share === 1 ? 100 : Math.min(99.99, 100 * share).toPrecision(3)} %`;
+  const clockText = (at) => new Date(1000 * (at + state.clock)).toISOString().slice(11, 19);
+
   function timeText(at) {
+    if (state.clock !== null) return `${clockText(at)} UTC`;
     if (recorded) return `at ${duration(at - state.start)}`;
     return at >= state.now - 0.05 ? "now" : `${duration(state.now - at)} ago`;
   }
@@ -119,7 +194,7 @@ const fleet = (() => {
   const poolText = (span) => words(poolOf(span)) + (span.cls ? `, ${span.cls}` : "");
 
   function describeChange(change) {
-    const epoch = change.epoch === null ? "" : ` (epoch ${change.epoch})`;
+    const epoch = change.epoch === null ? "" : ` (order ${change.epoch})`;
     const reason = change.reason ? `${change.reason}: ${explain(change.reason)}` : "without a reason";
     return ["", `${timeText(change.at)}: ${poolText(change)}${epoch}`, reason];
   }
@@ -140,7 +215,7 @@ const fleet = (() => {
 
   return {
     legend, recorded, state, takeDocument, lastSampleTime, spansOf, spanAt, poolOf, classOf, hasClasses, figure,
-    listPresent, countPools, meanByPool, samplesOf, findNearest, changesOf, movesOf, words, explain, colourOf, duration, number,
-    timeText, describeInstance,
+    listPresent, listTroubles, countPools, meanByPool, samplesOf, findNearest, changesOf, movesOf, sumFigures, quantile,
+    shareMet, words, explain, colourOf, duration, number, bytes, seconds, percent, clockText, timeText, describeInstance,
   };
 })();

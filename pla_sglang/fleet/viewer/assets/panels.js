@@ -2,7 +2,8 @@
 const panels = (() => {
   const NAME_PX = 132, NARROW_PX = 70, AXIS_PX = 18;
   const STEPS_S = [0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400, 43200, 86400];
-  const { recorded, state, number, duration } = fleet;
+  const ROUND = [1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10];
+  const { recorded, state, number, duration, clockText } = fleet;
   const byId = (id) => document.getElementById(id);
 
   function svgChild(parent, name, attributes, text) {
@@ -37,13 +38,23 @@ const panels = (() => {
     return { svg, x, left, width };
   }
 
+  // Round times of the day, or without a clock, since the start or until now.
   function drawAxis(svg, height, shown, scale, x) {
-    const step = STEPS_S.find((s) => s * scale > 75) || 86400, zero = recorded ? state.start : state.now;
+    const step = STEPS_S.find((s) => s * scale > 75) || 86400, hasClock = state.clock !== null;
+    const start = recorded ? state.start : state.now, zero = hasClock ? -state.clock : start;
     for (let tick = Math.ceil((shown.from - zero) / step); zero + tick * step <= shown.to; tick++) {
-      const at = x(zero + tick * step), text = duration(Math.abs(tick * step)).replace(".0", "");
+      const at = x(zero + tick * step), ago = tick || recorded ? duration(Math.abs(tick * step)).replace(".0", "") : "now";
+      const text = hasClock ? clockText(zero + tick * step + 1e-3).slice(0, step < 60 ? 8 : 5) : ago;
       svgChild(svg, "line", { x1: at, x2: at, y1: 0, y2: height, class: "grid" });
-      svgChild(svg, "text", { x: at, y: height + 13, "text-anchor": "middle" }, tick || recorded ? text : "now");
+      svgChild(svg, "text", { x: at, y: height + 13, "text-anchor": "middle" }, text);
     }
+    if (hasClock) svgChild(svg, "text", { x: 0, y: height + 13 }, "UTC");
+  }
+
+  // The end of a scale: the next round number.
+  function roundUp(value) {
+    const power = 10 ** Math.floor(Math.log10(value)), found = ROUND.find((one) => one * power >= value * (1 - 1e-9));
+    return Number((found * power).toPrecision(3));
   }
 
   function showTip(event, lines) {
@@ -57,22 +68,27 @@ const panels = (() => {
     tip.style.bottom = low ? `${innerHeight - clientY + 14}px` : "";
   }
 
-  function drawScale(panel, top, height, most, title) {
+  // ``title``: what it is, and its unit. A count has no tick between two whole numbers.
+  function drawScale(panel, top, height, most, [title, unit]) {
     const { svg, left, width } = panel, end = { x: left - 6, "text-anchor": "end" };
-    svgChild(svg, "text", { ...end, y: top + 10 }, number(most));
-    svgChild(svg, "text", { ...end, y: top + height }, "0");
-    svgChild(svg, "text", { x: 0, y: top + height / 2 + 4, class: "name" }, title);
-    svgChild(svg, "line", { x1: left, x2: width, y1: top + height, y2: top + height, class: "grid" });
+    const half = unit !== "instances" || most % 2 === 0 ? [most / 2] : [];
+    for (const value of [0, ...half, most]) {
+      const y = top + height - (value / most) * (height - 2);
+      svgChild(svg, "text", { ...end, y: Math.max(top + 10, y + (value ? 4 : 0)) }, number(value));
+      svgChild(svg, "line", { x1: left, x2: width, y1: y, y2: y, class: "grid" });
+    }
+    svgChild(svg, "text", { x: 0, y: top + 12, class: "name" }, title);
+    svgChild(svg, "text", { x: 0, y: top + 26 }, unit);
   }
 
   // points: [time, value]; a value of null interrupts the line.
   function drawLine(panel, top, height, most, points, attributes) {
     let text = "", pen = "M";
-    for (const [at, value] of points) {
-      const y = top + height - (value / most) * (height - 2);
-      if (value !== null) text += `${pen}${panel.x(at).toFixed(1)},${y.toFixed(1)}`;
+    points.forEach(([at, value], place) => {
+      const y = top + height - (value / most) * (height - 2), alone = pen === "M" && (points[place + 1] ?? [])[1] == null;
+      if (value !== null) text += `${pen}${panel.x(at).toFixed(1)},${y.toFixed(1)}${alone ? "h0.1" : ""}`;
       pen = value === null ? "M" : "L";
-    }
+    });
     if (text) svgChild(panel.svg, "path", { d: text, ...attributes });
   }
 
@@ -86,5 +102,5 @@ const panels = (() => {
     }));
   }
 
-  return { byId, NAME_PX, svgChild, makePanel, drawScale, drawLine, fillLegend };
+  return { byId, NAME_PX, STEPS_S, svgChild, makePanel, drawScale, drawLine, fillLegend, roundUp };
 })();

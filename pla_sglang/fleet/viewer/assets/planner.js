@@ -1,7 +1,7 @@
 // Draws what the planner saw and wanted: the document's "plan", as the log of plans has it.
 const drawPlanner = (() => {
   const { legend, state, number, timeText, duration } = fleet;
-  const { byId, svgChild, makePanel, drawScale, drawLine, fillLegend } = panels;
+  const { byId, svgChild, makePanel, drawScale, drawLine, fillLegend, roundUp } = panels;
   const COUNTS_PX = 90, FIGURE_PX = 56, GAP_PX = 4;
   const STATES = ["ready", "starting", "draining"];
   const OUTCOMES = { ready: legend.plan.ready, failed: legend.states.suspect, expired: legend.states.suspect };
@@ -23,7 +23,7 @@ const drawPlanner = (() => {
 
   function drawFleet(place, shown, plans, counts) {
     const total = ([, ...row]) => row[0] + row[1] + row[2];
-    const most = Math.max(1, ...counts.map(total), ...plans.map((row) => row[1]));
+    const most = roundUp(Math.max(1, ...counts.map(total), ...plans.map((row) => row[1])));
     const panel = makePanel(place, COUNTS_PX, shown, (at) => {
       const count = lastBefore(counts, at), plan = lastBefore(plans, at);
       if (!count) return [];
@@ -42,13 +42,13 @@ const drawPlanner = (() => {
     });
     const line = { class: "plain", stroke: legend.plan.planned };
     drawLine(panel, 0, COUNTS_PX, most, stepsAfter(plans, (row) => row[1]), line);
-    drawScale(panel, 0, COUNTS_PX, most, "instances");
+    drawScale(panel, 0, COUNTS_PX, most, ["fleet", "instances"]);
   }
 
   function drawFigure(place, shown, plans, name) {
     const of = (key) => (row) => row[2][name]?.[key] ?? null;
     const values = plans.flatMap((row) => [of("load")(row), of("forecast")(row)]);
-    const most = Math.max(0, ...values) || 1;
+    const most = roundUp(Math.max(0, ...values) || 1);
     const panel = makePanel(place, FIGURE_PX, shown, (at) => {
       const plan = lastBefore(plans, at), next = plans.find((row) => row[0] > at);
       const expected = plan && of("forecast")(plan), load = next && of("load")(next);
@@ -60,21 +60,21 @@ const drawPlanner = (() => {
       const line = { class: "plain", stroke: legend.plan[key], "stroke-dasharray": dashes };
       drawLine(panel, 0, FIGURE_PX, most, steps(plans, of(key)), line);
     }
-    drawScale(panel, 0, FIGURE_PX, most, legend.figures[name]);
+    drawScale(panel, 0, FIGURE_PX, most, ["load", legend.figures[name]]);
   }
 
   function drawGpuHours(place, shown, counts) {
-    const points = counts.map((row) => [row[0], row[4]]), most = Math.max(...points.map(([, hours]) => hours)) || 1;
+    const points = counts.map((row) => [row[0], row[4]]), most = roundUp(Math.max(...points.map(([, hours]) => hours)) || 1);
     const panel = makePanel(place, FIGURE_PX, shown, (at) => {
       const point = lastBefore(points, at);
       return point ? [timeText(at), `${number(point[1])} GPU-hours`] : [];
     });
     drawLine(panel, 0, FIGURE_PX, most, points, { class: "plain", stroke: legend.plan.ready });
-    drawScale(panel, 0, FIGURE_PX, most, "GPU-hours");
+    drawScale(panel, 0, FIGURE_PX, most, ["cost", "GPU-hours"]);
   }
 
   function drawStarts(place, shown, starts) {
-    const most = Math.max(0, ...starts.map(([ordered, ended]) => ended - ordered)) || 1;
+    const most = roundUp(Math.max(0, ...starts.map(([ordered, ended]) => ended - ordered)) || 1);
     const panel = makePanel(place, FIGURE_PX, shown, (at) => (
       starts.filter(([ordered, ended]) => ordered <= at && at <= ended).flatMap(([ordered, ended, outcome]) => (
         [`ordered ${timeText(ordered)}: ${outcome} after ${duration(ended - ordered)}`]
@@ -84,7 +84,7 @@ const drawPlanner = (() => {
       const stroke = OUTCOMES[outcome] || legend.states.suspect;
       drawLine(panel, 0, FIGURE_PX, most, [[ordered, 0], [ended, ended - ordered]], { class: "plain", stroke });
     }
-    drawScale(panel, 0, FIGURE_PX, most, "start, s");
+    drawScale(panel, 0, FIGURE_PX, most, ["starts", "seconds"]);
   }
 
   return (place, shown) => {

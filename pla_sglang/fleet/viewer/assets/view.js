@@ -1,8 +1,8 @@
 // Draws the fleet, and asks the router for news. Texts become text nodes only: names come from outside.
 (() => {
-  const POLL_MS = 2000, ROW_PX = 40, LOAD_PX = 80, SHOWN_CHANGES = 40;
-  const { legend, recorded, state, words, number, duration, timeText, figure, colourOf } = fleet;
-  const { byId, NAME_PX, svgChild, makePanel, drawScale, drawLine, fillLegend } = panels;
+  const POLL_MS = 2000, ROW_PX = 48, BAND_PX = 14, LOAD_PX = 80, SHOWN_CHANGES = 40;
+  const { legend, recorded, state, words, number, bytes, seconds, duration, timeText, figure, colourOf } = fleet;
+  const { byId, NAME_PX, svgChild, makePanel, drawScale, drawLine, fillLegend, roundUp } = panels;
   let paused = false, follow = true, lastStatus = "";
 
   // The sliders choose it: the first one its length, on a logarithmic scale, the second one its end.
@@ -33,7 +33,7 @@
         floor[place] += size;
       });
     }
-    drawScale(panel, top, height, most, title);
+    drawScale(panel, top, height, most, [title, "instances"]);
     return pools;
   }
 
@@ -49,7 +49,7 @@
   }
 
   function drawRequests(place, shown, samples) {
-    const most = Math.max(1, ...samples.map((one) => one.open));
+    const most = roundUp(Math.max(1, ...samples.map((one) => one.open)));
     const panel = makePanel(place, LOAD_PX, shown, (at) => {
       const one = fleet.findNearest(samples, at);
       return one ? [timeText(one.at), `open: ${one.open}`, `of these waiting in the router: ${one.waiting}`] : [];
@@ -57,14 +57,14 @@
     for (const [name, stroke] of [["open", "#7f8fa6"], ["waiting", legend.states.suspect]]) {
       drawLine(panel, 0, LOAD_PX, most, samples.map((one) => [one.at, one[name]]), { class: "plain", stroke });
     }
-    drawScale(panel, 0, LOAD_PX, most, "requests");
+    drawScale(panel, 0, LOAD_PX, most, ["open", "requests"]);
   }
 
   function drawLengths(place, shown, samples) {
     const known = samples.filter((one) => one.lengths);
     byId("lengths-part").hidden = !state.samples.some((one) => one.lengths);
     if (!known.length) return;
-    const most = Math.max(1, ...known.flatMap((one) => one.lengths));
+    const most = roundUp(Math.max(1, ...known.flatMap((one) => one.lengths)));
     const panel = makePanel(place, LOAD_PX, shown, (at) => {
       const one = fleet.findNearest(known, at), [error, constant] = one.lengths.map(number);
       return [timeText(one.at), `predicted: off by ${error} tokens`, `best constant: off by ${constant} tokens`];
@@ -72,14 +72,14 @@
     for (const [column, stroke] of [[1, "#7f8fa6"], [0, legend.roles.prefill]]) {
       drawLine(panel, 0, LOAD_PX, most, known.map((one) => [one.at, one.lengths[column]]), { class: "plain", stroke });
     }
-    drawScale(panel, 0, LOAD_PX, most, "error");
+    drawScale(panel, 0, LOAD_PX, most, ["error", "tokens"]);
   }
 
   function drawLoads(place, shown, samples) {
     for (const [name, title] of [["queued_tokens", "to compute"], ["decode_tokens", "decoding"]]) {
       const means = samples.map((sample) => [sample.at, fleet.meanByPool(sample, name)]);
       const pools = [...new Set(means.flatMap(([, mean]) => [...mean.keys()]))].sort();
-      const most = Math.max(1, ...means.flatMap(([, mean]) => [...mean.values()]));
+      const most = roundUp(Math.max(1, ...means.flatMap(([, mean]) => [...mean.values()])));
       const panel = makePanel(place, LOAD_PX, shown, (at) => {
         const one = fleet.findNearest(samples, at), mean = one ? [...fleet.meanByPool(one, name)] : [];
         const lines = mean.map(([pool, value]) => `${words(pool)}: ${number(value)} tokens each`);
@@ -90,19 +90,19 @@
         const points = means.map(([at, mean]) => [at, mean.has(pool) ? mean.get(pool) : null]);
         drawLine(panel, 0, LOAD_PX, most, points, { class: "plain", stroke: colourOf(role), ...dashes });
       }
-      drawScale(panel, 0, LOAD_PX, most, title);
+      drawScale(panel, 0, LOAD_PX, most, [title, "tokens"]);
     }
   }
 
   function drawRows(place, shown, samples) {
-    const rows = fleet.listPresent(shown), queued = (row) => figure(row, "queued_tokens");
+    const rows = listShown(shown), queued = (row) => figure(row, "queued_tokens");
     const most = Math.max(1, ...samples.flatMap((sample) => [...sample.loads.values()].map(queued)));
     const panel = makePanel(place, rows.length * ROW_PX, shown, (at, y, near) => {
       const one = rows[Math.floor(y / ROW_PX)];
       return one ? fleet.describeInstance(one, at, near, samples) : [];
     });
     rows.forEach((one, place) => {
-      drawLoadOf(panel, place * ROW_PX + 15, one, samples, most);
+      drawLoadOf(panel, place * ROW_PX + BAND_PX + 8, one, samples, most);
       drawBand(panel, place * ROW_PX, one, shown);
     });
   }
@@ -121,14 +121,20 @@
   function drawBand(panel, top, one, shown) {
     const chars = panel.left < NAME_PX ? 10 : 20;
     const name = one.name.length > chars ? `…${one.name.slice(1 - chars)}` : one.name;
-    svgChild(panel.svg, "text", { x: 0, y: top + 12, class: "name" }, name);
-    svgChild(panel.svg, "text", { x: 0, y: top + 26 }, one.kind);
+    svgChild(panel.svg, "text", { x: 0, y: top + 13, class: "name" }, name);
+    svgChild(panel.svg, "text", { x: 0, y: top + 28 }, one.kind);
     for (const span of fleet.spansOf(one)) {
       if (span.to < shown.from || span.from > shown.to) continue;
       const x = panel.x(span.from), width = Math.max(0.5, panel.x(span.to) - x);
-      svgChild(panel.svg, "rect", { x, width, y: top + 2, height: 9, fill: colourOf(fleet.poolOf(span)) });
+      svgChild(panel.svg, "rect", { x, width, y: top + 2, height: BAND_PX, fill: colourOf(fleet.poolOf(span)) });
       if (!fleet.classOf(span) || !span.cls) continue;
-      svgChild(panel.svg, "rect", { x, width, y: top + 11, height: 4, fill: colourOf(span.cls) });
+      svgChild(panel.svg, "rect", { x, width, y: top + BAND_PX + 2, height: 4, fill: colourOf(span.cls) });
+    }
+    const loss = fleet.listTroubles(shown.to).find((trouble) => trouble.one === one && trouble.text === "lost");
+    if (loss) {
+      const x = panel.x(loss.since), width = Math.max(2, panel.x(shown.to) - x);
+      svgChild(panel.svg, "rect", { x, width, y: top + 2, height: BAND_PX, class: "lost" });
+      svgChild(panel.svg, "text", { x: x + 4, y: top + 13, class: "on-lost" }, width > 40 ? "lost" : "");
     }
     for (const change of fleet.changesOf(shown)) {
       if (change.index !== one.index) continue;
@@ -138,58 +144,69 @@
 
   // -- tables and texts ---------------------------------------------------------------------------------------------
 
+  // Those in some pool in the span, and those that are lost at its end.
+  function listShown(shown) {
+    const present = fleet.listPresent(shown);
+    const lost = fleet.listTroubles(shown.to).filter(({ one, text }) => text === "lost" && !present.includes(one));
+    return [...present, ...lost.map(({ one }) => one)].sort((a, b) => a.index - b.index);
+  }
+
+  // Without rows it says so.
   function fillTable(table, header, rows) {
-    table.replaceChildren(...[header, ...rows].map((cells, place) => {
+    const shown = rows.length ? [header, ...rows] : [["none in this span"]];
+    table.replaceChildren(...shown.map((cells, place) => {
       const row = document.createElement("tr");
       row.append(...cells.map((text, column) => {
-        const cell = document.createElement(place ? "td" : "th");
+        const cell = document.createElement(place || !rows.length ? "td" : "th");
         cell.textContent = text;
         if (header[column] === "what it means") cell.className = "text";
+        if (header[column] === "state" && place) cell.className = STATE_KINDS[text.split(" ")[0]] ?? "";
         return cell;
       }));
       return row;
     }));
   }
 
+  const STATE_KINDS = { ready: "good", starting: "fair", draining: "fair", suspect: "bad", lost: "bad" };
+
   function describeRow(one, shown, inside) {
-    const span = fleet.spanAt(one.index, shown.to) || { state: "gone", role: "-", cls: "" };
+    const lost = fleet.listTroubles(shown.to).find((trouble) => trouble.one === one && trouble.text === "lost");
+    const gone = { state: lost ? `lost ${timeText(lost.since)}` : "gone", role: "-", cls: "" };
+    const alive = fleet.spanAt(one.index, shown.to), span = alive || gone;
     const own = inside.map((sample) => sample.loads.get(one.index)).filter(Boolean), last = own[own.length - 1];
     const change = (name) => (own.length > 1 ? figure(last, name) - figure(own[0], name) : 0);
-    const requests = change("first_tokens");
-    const mean = (name) => (requests ? `${(change(name) / requests / 1000).toFixed(3)} s` : "-");
-    const now = (name) => (last ? number(figure(last, name)) : "-");
-    const share = last && one.kv_capacity_tokens ? figure(last, "kv_used_tokens") / one.kv_capacity_tokens : null;
-    const pool = [words(span.role), span.cls || "both", span.state];
+    const requests = change("first_tokens"), known = alive && one.kind;
+    const mean = (name) => (requests ? seconds(change(name) / requests / 1000) : "-");
+    const now = (name) => (last && known ? number(figure(last, name)) : "-");
+    const share = last && known && one.kv_capacity_tokens ? figure(last, "kv_used_tokens") / one.kv_capacity_tokens : null;
+    const pool = known ? [words(span.role), span.cls || "both", span.state] : ["-", "-", span.state];
     const load = [now("queued_tokens"), now("requests"), share === null ? "-" : `${Math.round(100 * share)} %`];
-    return [one.name, one.kind, ...pool, ...load, requests, mean("ttft_ms"), mean("predicted_ttft_ms")];
+    return [one.name, one.kind || "-", ...pool, ...load, number(requests), mean("ttft_ms"), mean("predicted_ttft_ms")];
   }
 
   function fillTables(shown, samples) {
     const inside = samples.filter((one) => one.at >= shown.from && one.at <= shown.to);
-    const columns = ["to compute", "requests", "KV in use", "first tokens", "TTFT", "predicted"];
-    const rows = fleet.listPresent(shown).map((one) => describeRow(one, shown, inside));
+    const columns = ["tokens to compute", "requests", "KV in use", "first tokens", "TTFT", "predicted"];
+    const rows = listShown(shown).map((one) => describeRow(one, shown, inside));
     fillTable(byId("instances"), ["instance", "kind", "role", "prompts", "state", ...columns], rows);
     const names = new Map(state.instances.map((one) => [one.index, one.name]));
     const changes = fleet.changesOf(shown).slice(-SHOWN_CHANGES).reverse().map((one) => [
       timeText(one.at), names.get(one.index), words(fleet.poolOf(one)), one.cls || "both", one.epoch ?? "-",
       one.reason || "-", one.reason ? fleet.explain(one.reason) : "",
     ]);
-    const header = ["when", "instance", "became", "prompts", "epoch", "reason", "what it means"];
+    const header = ["when", "instance", "became", "prompts", "order", "reason", "what it means"];
     fillTable(byId("changes"), header, changes);
     const moves = fleet.movesOf(shown).slice(-SHOWN_CHANGES).reverse().map((one) => [
-      timeText(one.at), one.source, one.target, one.how, `${(one.bytes / 1e6).toFixed(1)} MB`, pauseText(one.pause),
+      timeText(one.at), one.source, one.target, words(one.how), bytes(one.bytes), seconds(one.pause),
       one.reason, fleet.explain(one.reason), one.rid,
     ]);
     const titles = ["when", "from", "to", "how", "KV cache", "pause", "reason", "what it means", "request"];
     fillTable(byId("moves"), titles, moves);
   }
 
-  const pauseText = (s) => `${(1000 * s).toFixed(0)} ms`;
-
   function fillFacts() {
-    const present = fleet.listPresent({ from: state.now - 1e-3, to: state.now + 1 });
-    const facts = { ...state.head, instances: `${present.length}` };
-    if (state.moved) facts["requests that moved"] = `${state.moved}`;
+    const facts = { ...state.head };
+    if (state.moved) facts["requests that moved"] = number(state.moved);
     if (state.leftOut) facts["not sampled"] = `${state.leftOut} further instances`;
     byId("facts").replaceChildren(...Object.entries(facts).map(([name, text]) => {
       const item = document.createElement("div"), term = document.createElement("dt");
@@ -212,6 +229,7 @@
       byId(id).replaceChildren();
       draw(byId(id), shown, samples);
     }
+    drawTiles(shown, samples);
     fillTables(shown, samples);
     fillFacts();
   }
@@ -230,7 +248,8 @@
       if (!answer.ok) throw new Error(`the router answers ${answer.status}`);
       fleet.takeDocument(await answer.json());
       if (!paused) drawAll();
-      sayStatus(paused ? "paused" : "live", false);
+      const at = state.clock === null ? "" : `, ${timeText(state.now)}`;
+      sayStatus(`${paused ? "paused" : "live"}${at}`, false);
     } catch (error) {
       sayStatus(`no new data: ${error.message}`, true);
     }
@@ -252,7 +271,8 @@
     byId("pause").remove();
     fleet.takeDocument(recorded);
     document.title = byId("title").textContent = recorded.title;
-    sayStatus(`recorded: ${duration(state.now - state.start)}`, false);
+    const day = state.clock === null ? "" : ` from ${new Date(1000 * (state.start + state.clock)).toISOString().slice(0, 19).replace("T", " ")} UTC`;
+    sayStatus(`recorded: ${duration(state.now - state.start)}${day}`, false);
     drawAll();
   } else {
     poll();

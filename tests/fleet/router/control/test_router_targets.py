@@ -19,7 +19,7 @@ from pla_sglang.fleet.router.wire import messages as m
 from pla_sglang.policy.interface.fleet import RequestView
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
-NEITHER = Judgement()
+NEITHER, MISSED, CUT_OFF = Judgement(), Judgement(False, failed=True), Judgement(True, False, failed=True)
 
 
 def record(*, first_s: float | None = 0.5, **fields: Any) -> RequestRecord:
@@ -48,6 +48,13 @@ def ended(outcome: m.Outcome = m.Outcome.OK, tokens: int | None = 11, status: in
         pytest.param(record(), ended(tokens=1), 0.5, Judgement(True), id="one token has no TPOT"),
         pytest.param(record(samples=2), ended(), 0.6, Judgement(True), id="nor have two answers"),
         pytest.param(record(stream=False), ended(), 0.6, NEITHER, id="no stream"),
+        pytest.param(
+            record(stream=False, first_s=None),
+            ended(m.Outcome.UPSTREAM_LOST, 0, 502),
+            None,
+            Judgement(failed=True),
+            id="failed",
+        ),
         pytest.param(record(endpoint=m.Endpoint.EMBEDDINGS), ended(), 0.6, NEITHER, id="no tokens to come"),
         pytest.param(record(first_s=None), ended(m.Outcome.CLIENT_GONE, 0), None, NEITHER, id="left before"),
         pytest.param(
@@ -55,15 +62,13 @@ def ended(outcome: m.Outcome = m.Outcome.OK, tokens: int | None = 11, status: in
         ),
         pytest.param(record(), ended(m.Outcome.CLIENT_ERROR, 0, 400), 0.5, NEITHER, id="a bad request"),
         pytest.param(record(first_s=None), ended(m.Outcome.REFUSED, 0, 400), None, NEITHER, id="refused for itself"),
-        pytest.param(
-            record(first_s=None), ended(m.Outcome.REFUSED, 0, 429), None, Judgement(False), id="refused for load"
-        ),
-        pytest.param(record(first_s=None), ended(m.Outcome.NO_INSTANCE, 0, 503), None, Judgement(False), id="nobody"),
-        pytest.param(record(), ended(m.Outcome.INSTANCE_REFUSED, 0, 503), 0.5, Judgement(False), id="an error's byte"),
-        pytest.param(record(first_s=None), ended(m.Outcome.TIMED_OUT, 0, 504), None, Judgement(False), id="timeout"),
-        pytest.param(record(), ended(m.Outcome.UPSTREAM_LOST), 0.7, Judgement(True, False), id="cut off"),
-        pytest.param(record(), End(m.Outcome.RELAY_LOST), None, Judgement(True, False), id="its relay is gone"),
-        pytest.param(record(first_s=None), End(m.Outcome.RELAY_LOST), None, Judgement(False), id="and before"),
+        pytest.param(record(first_s=None), ended(m.Outcome.REFUSED, 0, 429), None, MISSED, id="refused for load"),
+        pytest.param(record(first_s=None), ended(m.Outcome.NO_INSTANCE, 0, 503), None, MISSED, id="nobody"),
+        pytest.param(record(), ended(m.Outcome.INSTANCE_REFUSED, 0, 503), 0.5, MISSED, id="an error's byte"),
+        pytest.param(record(first_s=None), ended(m.Outcome.TIMED_OUT, 0, 504), None, MISSED, id="timeout"),
+        pytest.param(record(), ended(m.Outcome.UPSTREAM_LOST), 0.7, CUT_OFF, id="cut off"),
+        pytest.param(record(), End(m.Outcome.RELAY_LOST), None, CUT_OFF, id="its relay is gone"),
+        pytest.param(record(first_s=None), End(m.Outcome.RELAY_LOST), None, MISSED, id="and before"),
     ],
 )
 def test_each_kind_of_end(request_: RequestRecord, end: End, last_s: float | None, judged: Judgement) -> None:

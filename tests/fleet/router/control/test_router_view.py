@@ -102,7 +102,8 @@ async def test_samples_come_with_the_load() -> None:
     async with scene(["null"], policy="minimal-load") as one:
         await one.until(lambda: read_view(one)["samples"])
         document = read_view(one)
-        at_s, _, waiting, [row], lengths = document["samples"][0]
+        at_s, _, waiting, [row], lengths, figures = document["samples"][0]
+        assert dict(zip(document["figure_fields"], figures, strict=True))["ended"] == 0
         assert (row[0], waiting, lengths) == (0, 0, None)
         assert len(row) == 1 + len(document["load_fields"])
         assert read_view(one, at_s)["samples"] == [sample for sample in read_view(one)["samples"] if sample[0] > at_s]

@@ -123,6 +123,9 @@ class DecisionRecorder:
     def write_move(self, move: rows.Moved) -> None:
         self._write_row(move)
 
+    def write_end(self, ended: rows.Ended) -> None:
+        self._write_row(ended)
+
     def write_prefill(self, sample: PrefillSample, now_s: float) -> None:
         self.write_views(now_s)
         self._write_row(

@@ -17,6 +17,9 @@ from prometheus_client.registry import Collector
 from pla_sglang.fleet.router.control.requests.request_record import End, RequestRecord
 from pla_sglang.fleet.router.wire.inference import BY_ENDPOINT
 from pla_sglang.fleet.router.wire.messages import Outcome
+from pla_sglang.fleet.viewer.history import RequestFigures
+from pla_sglang.policy.common.device_clock import DeviceClock
+from pla_sglang.recording import rows
 
 # A row shows about 70 samples. A scrape of this many takes 30 ms, in which no request is dispatched.
 MOST_PAIRS = 100  # of model and tenant that have rows of their own
@@ -32,14 +35,15 @@ _OVERLOAD = 429  # a status of refusals that are not the client's mistake
 
 
 class Judgement(NamedTuple):
-    """What a request says of its targets; None: nothing, and of ``tpot_s``: it cannot be told."""
+    """What a request says of its targets; None: nothing, and of ``tpot_s``: it cannot be told.
+
+    ``failed``: its client was owed an answer and did not get one, or not all of it.
+    """
 
     ttft_met: bool | None = None
     tpot_met: bool | None = None
     tpot_s: float | None = None
-
-
-_UNJUDGED = Judgement()
+    failed: bool = False
 
 
 def has_first_token(record: RequestRecord) -> bool:
@@ -54,20 +58,39 @@ def judge_targets(record: RequestRecord, end: End, last_s: float | None) -> Judg
     itself. Any other end without a first token has missed TTFT. An answer that was cut off has missed TPOT.
     """
     outcome, first_s, tokens = end.outcome, record.shown_attempt.first_token_s, end.output_tokens
-    if not has_first_token(record) or outcome is _CLIENT_ERROR:
-        return _UNJUDGED
-    if outcome is _REFUSED and 400 <= end.status < 500 and end.status != _OVERLOAD:
-        return _UNJUDGED
+    mistake = outcome is _REFUSED and 400 <= end.status < 500 and end.status != _OVERLOAD
+    if mistake or outcome is _CLIENT_ERROR:
+        return Judgement()
     whole = outcome in _WHOLE
+    if not has_first_token(record):
+        return Judgement(failed=not whole)
     if first_s is None or (not whole and tokens == 0):  # the first byte was that of an error
-        return _UNJUDGED if outcome is _CLIENT_GONE else Judgement(False)
+        return Judgement() if outcome is _CLIENT_GONE else Judgement(False, failed=True)
     ttft_met = first_s - record.ask.arrived_s <= record.ttft.slo_s
     if not whole:
-        return Judgement(ttft_met, False)
+        return Judgement(ttft_met, False, failed=True)
     if tokens is None or tokens < 2 or last_s is None or not record.is_single():
         return Judgement(ttft_met)
     tpot_s = max(0.0, last_s - first_s) / (tokens - 1)
     return Judgement(ttft_met, tpot_s <= record.tpot.slo_s, tpot_s)
+
+
+def describe_end(record: RequestRecord, end: End, judged: Judgement, clock: DeviceClock, now_s: float) -> rows.Ended:
+    """For the recording, which is in device time."""
+    first_s, ttft_s = record.shown_attempt.first_token_s, None
+    if judged.ttft_met is not None and first_s is not None:
+        ttft_s = clock.device_s(max(0.0, first_s - record.ask.arrived_s))
+    return rows.Ended(
+        clock.device_s(now_s),
+        record.rid,
+        end.outcome.label,
+        judged.failed,
+        end.output_tokens or 0,
+        ttft_s,
+        None if judged.tpot_s is None else clock.device_s(judged.tpot_s),
+        judged.ttft_met,
+        judged.tpot_met,
+    )
 
 
 class Buckets:
@@ -109,14 +132,21 @@ class RequestSeries(Collector):
     def __init__(self, registry: CollectorRegistry, most_pairs: int = MOST_PAIRS) -> None:
         self._rows: dict[tuple[str, str], _Row] = {}
         self._most_pairs = most_pairs
+        self._recent = RequestFigures()
         registry.register(self)
+
+    def take_recent(self) -> RequestFigures:
+        """What was counted since it was called last, of all models and tenants."""
+        recent, self._recent = self._recent, RequestFigures()
+        return recent
 
     def note_first_token(self, model: str, record: RequestRecord, ttft_s: float) -> None:
         self._find_row(model, record.tenant).ttft_s.observe(ttft_s)
+        self._recent.add_first_token(ttft_s)
 
     def add_request(
         self, model: str, record: RequestRecord, end: End, *, at_s: float, last_s: float | None = None
-    ) -> None:
+    ) -> Judgement:
         """A request has ended at ``at_s``. ``last_s``: as in ``judge_targets``."""
         row, outcome = self._find_row(model, record.tenant), end.outcome
         label = outcome.label
@@ -127,13 +157,22 @@ class RequestSeries(Collector):
             row.output_tokens[end.exact_tokens] += end.output_tokens
         if record.shown_attempt.first_token_s is not None:
             row.input_tokens += record.prompt.tokens
-        ttft_met, tpot_met, tpot_s = judge_targets(record, end, last_s)
+        judged = judge_targets(record, end, last_s)
+        ttft_met, tpot_met, tpot_s, failed = judged
         if ttft_met is not None:
             row.ttft[ttft_met] += 1
         if tpot_met is not None:
             row.tpot[tpot_met] += 1
         if tpot_s is not None:
             row.tpot_s.observe(tpot_s)
+        self._recent.add_end(
+            failed=failed,
+            ttft_met=ttft_met,
+            tpot_met=tpot_met,
+            tpot_s=tpot_s,
+            output_tokens=end.output_tokens or 0,
+        )
+        return judged
 
     def _find_row(self, model: str, tenant: str) -> _Row:
         row = self._rows.get((model, tenant))
