@@ -10,7 +10,7 @@ from typing import Any
 from pla_sglang.fleet.router.control.observability.series import Row
 from pla_sglang.fleet.router.control.request_dispatcher import RequestDispatcher
 from pla_sglang.fleet.router.control.scale_orders import ScaleOrders
-from pla_sglang.fleet.router.control.workers.table import Worker, WorkerState
+from pla_sglang.fleet.router.control.workers.table import Worker, WorkerReason, WorkerState
 from pla_sglang.fleet.router.http.bodies import WorkerRow
 from pla_sglang.fleet.viewer.history import NO_REQUESTS
 from pla_sglang.load.legs import LegLoad
@@ -20,6 +20,8 @@ from pla_sglang.policy.interface.prefill import PrefillClass
 from pla_sglang.policy.pla.averaged_pressure import AveragedPressure
 from pla_sglang.policy.pla.spatial import SpatialDispatcher
 from pla_sglang.policy.runner import FleetRunner
+
+LOSSES = (WorkerReason.RESTARTED, WorkerReason.NO_ANSWER)  # why a process is gone that nobody has removed
 
 
 def gauges(dispatcher: RequestDispatcher, scaling: ScaleOrders, now_s: float) -> Iterator[Row]:
@@ -53,8 +55,10 @@ def name_pool(view: InstanceView) -> str:
 
 
 def _of_workers(dispatcher: RequestDispatcher, now_s: float) -> Iterator[Row]:
+    lost = Counter(worker.view.name for worker in dispatcher.table.workers if worker.reason in LOSSES)
     for worker in dispatcher.table:
         labels, view = {"worker": worker.view.name}, worker.view
+        yield "worker_losses", "Processes lost at this address since the start.", labels, float(lost[view.name])
         yield "worker_requests", "This router's requests there.", labels, float(worker.load.open_requests())
         yield "worker_queued_tokens", "Prompt tokens to compute there.", labels, float(view.queued_tokens)
         decode_tokens = float(view.assigned_decode_tokens())

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -75,6 +75,7 @@ class RouterSeries(Collector):
         self.prefixes = PrefixSums(registry)
         self.stage_s = StageSums(registry, "ttft_stage_seconds", "Parts of the time to first token, summed.")
         self.decision_s = Durations(registry, "decision_seconds", "Time of the control plane for one dispatch.")
+        ProcessCollector("pla_router", registry=registry)  # of the control process; its start shows restarts
         registry.register(self)
 
     def on_relay(self, report: RelayReport) -> None:
