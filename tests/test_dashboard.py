@@ -1,6 +1,6 @@
 """The dashboard and the alert rules of examples/: Grafana and Prometheus can read them.
 
-The names of the series that they ask for are checked by ``test_metric_names``.
+The names of the series that they ask for are checked by ``test_metric_names``, their answers by ``bench/test_alerts``.
 """
 
 from __future__ import annotations
@@ -48,8 +48,10 @@ def test_alert_rules_have_what_prometheus_wants() -> None:
     rules = [
         rule for group in yaml.safe_load((FOLDER / "alerts.yaml").read_text())["groups"] for rule in group["rules"]
     ]
-    assert len({rule["alert"] for rule in rules}) == len(rules) >= 4
+    assert len({rule["alert"] for rule in rules}) == len(rules) >= 12
     for rule in rules:
         assert set(rule) == {"alert", "expr", "for", "labels", "annotations"}
-        assert rule["annotations"]["summary"]
+        assert rule["labels"]["severity"] in ("critical", "warning")
+        for name in ("summary", "runbook"):
+            assert len(rule["annotations"][name].splitlines()) == 1, (rule["alert"], name)
     assert len(rules) == sum(where == "alerts.yaml" for where, _ in queries())

@@ -13,8 +13,10 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 from support.scrapes import ACCEPT, documented_names, sample_names, stored_name
 
 from pla_sglang.common.series import FORMER_NAMES
@@ -124,7 +126,8 @@ def test_every_series_of_an_engine_is_documented(scraper: str) -> None:
 # -- queries -----------------------------------------------------------------------------------------------------------
 
 QUERY_FUNCTIONS = {"histogram_quantile", "sum", "rate", "increase", "avg", "max", "min", "by", "without", "irate"} | {
-    "avg_over_time"
+    "avg_over_time",
+    "last_over_time",
 }
 
 
@@ -136,15 +139,25 @@ def queries() -> list[tuple[str, str]]:
             found += [(page.name, line) for line in block.splitlines() if line.strip()]
     for path in (ROOT / "examples").rglob("*"):
         if path.suffix in (".yaml", ".yml", ".json"):
-            pattern = r'^\s*(?:- )?"?expr"?:\s*[\'"]?(.+?)[\'"]?,?$'
-            found += [(path.name, line) for line in re.findall(pattern, path.read_text(encoding="utf-8"), re.M)]
+            for document in yaml.safe_load_all(path.read_text(encoding="utf-8")):
+                found += [(path.name, query) for query in find_expressions(document)]
     return found
+
+
+def find_expressions(document: Any) -> list[str]:
+    """What stands under the key ``expr``, anywhere."""
+    if isinstance(document, list):
+        return [query for one in document for query in find_expressions(one)]
+    if not isinstance(document, dict):
+        return []
+    inner = [query for value in document.values() for query in find_expressions(value)]
+    return [document["expr"], *inner] if isinstance(document.get("expr"), str) else inner
 
 
 def series_of(query: str) -> list[re.Pattern[str]]:
     """Patterns of the names that a query selects."""
     patterns = [re.compile(text) for text in re.findall(r'__name__=~"([^"]+)"', query)]
-    bare = re.sub(r'\{[^}]*\}|"[^"]*"|\b(?:by|without) ?\([^)]*\)', " ", query)
+    bare = re.sub(r'\{[^}]*\}|"[^"]*"|\$\w+|\b(?:by|without|on) ?\([^)]*\)', " ", query)
     names = {name for name in re.findall(r"\b[a-zA-Z_][\w:]*", bare) if "_" in name} - QUERY_FUNCTIONS
     return patterns + [re.compile(re.escape(name)) for name in sorted(names)]
 

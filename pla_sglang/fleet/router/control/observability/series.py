@@ -255,6 +255,8 @@ class InstanceStarts:
         self._ends = LabelledCounter(
             registry, "instance_starts", "Instances that the planner has ordered, by how that ended.", "outcome"
         )
+        for outcome in ("ready", "failed", "expired"):
+            self._ends.inc(outcome, by=0.0)  # else Prometheus sees no increase when the first one ends
         self._ready_s = Durations(
             registry, "instance_start_seconds", "From the order of an instance until it is ready.", _STARTS_S
         )

@@ -1,0 +1,282 @@
+"""Every alert rule for real: something breaks, a Prometheus fires the alert; it is mended, and the alert clears.
+
+    python -m bench alerts
+
+Emulated stateless engines behind our router, and a Prometheus that scrapes all of them every second, with the rules of
+``examples/grafana/alerts.yaml``. Every ``for`` and every window there is divided by ``--factor``, bounds stay. Under a
+light load the scenes run one after the other (``causes.py``): each lasts until its alerts fire, and an alert has to
+clear once the scene is over. In the end every query of the dashboard and the expression of every rule is asked.
+
+``rules``: that there are; ``provoked``: that have a scene; ``fired``, ``cleared``: how many did. ``queries``: that were
+asked; ``empty``: of those, without an answer, but for those that ``EMPTY`` gives a reason for. ``alerts``: by alert the
+scene, and seconds from its beginning until it fired, and from its end until it cleared. The exit status is 1 where an
+alert has not fired or not cleared, or a query has no answer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import dataclasses
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+from bench.check.alerts import causes
+from bench.check.alerts.causes import Load, RestartedRouter, Site
+from bench.check.faults.fleet import Fleet
+from bench.harness import cli, report, servers
+from bench.harness.bench import Result, measuring
+from bench.harness.live_fleet import LiveFleet, running_fleet
+from bench.harness.prometheus import (
+    Prometheus,
+    list_queries,
+    read_rules,
+    require_program,
+    running_prometheus,
+    shorten_rules,
+)
+from bench.harness.steps import Row
+from pla_sglang.common.checks import require
+from pla_sglang.fleet.cluster.ports import free_port
+
+FIRE_S, CLEAR_S, ANSWER_S = 60.0, 120.0, 20.0  # of real time, at most
+LOOK_S = 0.5
+WARM_S = 5.0  # a few scrapes of all, before anything happens
+WINDOW = "15s"  # of the dashboard's rates
+MOST_FACTOR = 75.0  # the shortest window of a rule is 5 m, and has to hold a few scrapes
+SETTINGS = ("instances", "rate", "factor", "kv_failures", "policy", "profile", "time_scale", "seed")
+# Queries of the dashboard that have no answer here, by their panel and why.
+EMPTY = {
+    "Changes of roles and pools": "the policy sets no roles",
+    "Prefill batches by graph": "emulated engines have no CUDA graphs",
+}
+Options = argparse.Namespace
+
+
+@dataclasses.dataclass(frozen=True)
+class Scene:
+    """``cause``: a block in which something is wrong that makes ``alerts`` fire."""
+
+    name: str
+    alerts: tuple[str, ...]
+    cause: Callable[[Site], contextlib.AbstractAsyncContextManager[None]]
+
+
+SCENES = (
+    Scene("an instance gets SIGKILL twice", ("InstanceDown", "InstanceLostAgain"), causes.killed_twice),
+    Scene(
+        "targets that nobody meets, lengths that are wrong",
+        ("TtftTargetsMissed", "TpotTargetsMissed", "LengthsPredictedBadly"),
+        causes.promised_too_much,
+    ),
+    Scene("an instance is frozen", ("InstanceSuspect",), causes.frozen),
+    Scene("servers stutter", ("PredictionsWrong",), causes.stuttering),
+    Scene("caches are emptied", ("PrefixHitsWrong",), causes.flushed),
+    Scene("drains over links that lose KV", ("MigrationsFail", "TransfersFail"), causes.drained_in_turns),
+    Scene(
+        "all instances are drained", ("NoInstanceReady", "RequestsWaitInTheRouter", "RequestsFail"), causes.all_drained
+    ),
+    Scene("the router gets SIGKILL twice", ("RouterAway",), causes.router_killed_twice),
+    Scene("instances that a planner starts are killed", ("InstanceStartsFail",), causes.planned_in_vain),
+)
+
+
+class Watch:
+    """What fires, looked at every ``LOOK_S``. Times are of ``time.monotonic``."""
+
+    def __init__(self, prometheus: Prometheus) -> None:
+        self._prometheus = prometheus
+        self._looks: list[tuple[float, set[str]]] = []
+
+    async def run(self) -> None:
+        while True:
+            firing = await asyncio.to_thread(self._prometheus.list_firing)
+            self._looks.append((time.monotonic(), firing))
+            await asyncio.sleep(LOOK_S)
+
+    def find(self, alert: str, since_s: float, *, fires: bool) -> float | None:
+        """Seconds from ``since_s`` on until it first fired, or did not; None: it has not come to that."""
+        return next((at_s - since_s for at_s, seen in self._looks if at_s > since_s and (alert in seen) == fires), None)
+
+    async def wait(self, alerts: Sequence[str], since_s: float, limit_s: float, *, fires: bool) -> None:
+        """Until all were so since then, or the time is over."""
+        end_s = time.monotonic() + limit_s
+        while time.monotonic() < end_s:
+            if all(self.find(alert, since_s, fires=fires) is not None for alert in alerts):
+                return
+            await asyncio.sleep(LOOK_S)
+
+
+async def play(site: Site, watch: Watch) -> dict[str, Row]:
+    """All scenes; by alert what it did. An alert that one scene has left firing clears while the next ones run."""
+    found: dict[str, Row] = {}
+    ended_s: dict[str, float] = {}
+    for scene in SCENES:
+        await watch.wait(scene.alerts, time.monotonic(), CLEAR_S, fires=False)
+        begun_s = time.monotonic()
+        async with scene.cause(site):
+            await watch.wait(scene.alerts, begun_s, FIRE_S, fires=True)
+        for alert in scene.alerts:
+            found[alert] = {"scene": scene.name, "fired_s": watch.find(alert, begun_s, fires=True)}
+            ended_s[alert] = time.monotonic()
+        report.say(f"{scene.name}: " + ", ".join(f"{one} {found[one]['fired_s']}" for one in scene.alerts))
+    for alert, row in found.items():
+        await watch.wait([alert], ended_s[alert], CLEAR_S, fires=False)
+        row["cleared_s"] = watch.find(alert, ended_s[alert], fires=False)
+    return found
+
+
+async def ask_all(prometheus: Prometheus, factor: float) -> tuple[int, list[str]]:
+    """How many queries there are, and those without an answer, asked until ``ANSWER_S`` are over."""
+    queries = list_queries(WINDOW, factor)
+    end_s, missing = time.monotonic() + ANSWER_S, queries
+    while missing and time.monotonic() < end_s:
+        empty = set(await asyncio.to_thread(prometheus.list_empty, missing))
+        missing = [query for query in missing if query.where in empty]
+        await asyncio.sleep(LOOK_S)
+    return len(queries), [query.where for query in missing]
+
+
+@contextlib.asynccontextmanager
+async def running_beside(*work: Any) -> AsyncIterator[None]:
+    """Coroutines that run until the block ends; what one of them raises ends the block."""
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(one) for one in work]
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+
+
+async def measure(site: Site, prometheus: Prometheus, factor: float) -> Row:
+    watch = Watch(prometheus)
+    async with running_beside(site.load.run(), watch.run()):
+        await asyncio.sleep(WARM_S)
+        alerts = await play(site, watch)
+        queries, empty = await ask_all(prometheus, factor)
+    return sum_up(alerts, queries, empty) | {"broken_rules": prometheus.list_broken_rules()}
+
+
+def sum_up(alerts: dict[str, Row], queries: int, empty: Sequence[str]) -> Row:
+    names = [rule["alert"] for rule in read_rules()]
+    excused = {where: EMPTY[panel] for where in empty if (panel := where.partition(":")[0]) in EMPTY}
+    return {
+        "rules": len(names),
+        "provoked": len(alerts),
+        "fired": sum(row["fired_s"] is not None for row in alerts.values()),
+        "cleared": sum(row["fired_s"] is not None and row["cleared_s"] is not None for row in alerts.values()),
+        "queries": queries,
+        "empty": len(empty) - len(excused),
+        "empty_queries": [where for where in empty if where not in excused],
+        "empty_for_a_reason": excused,
+        "not_provoked": [name for name in names if name not in alerts],
+        "alerts": alerts,
+    }
+
+
+# -- processes ---------------------------------------------------------------------------------------------------------
+
+
+def router_flags(fleet: LiveFleet) -> tuple[str, ...]:
+    """Targets that a healthy fleet meets; a request that finds no instance is refused soon."""
+    return (
+        *("--telemetry", fleet.telemetry, "--migration", "on", "--lengths", "stated", "--move-gain", "100"),
+        *("--slo-ttft-ms", "20000", "--slo-tpot-ms", "2000", "--pending-timeout-ms", "4000"),
+    )
+
+
+@contextlib.contextmanager
+def running_router(fleet: LiveFleet, options: Options) -> Any:
+    """Yields the router, whose instances are connected. Raises ServerError."""
+    port = free_port()
+    router = servers.Router("pla", options.policy, router_flags(fleet))
+    command = servers.router_command(router, fleet.described, port)
+    made = RestartedRouter(command, f"http://127.0.0.1:{port}", options.out / "alerts.router.log")
+    try:
+        made.start()
+        servers.wait_until_paired(made.url)
+        yield made
+    finally:
+        made.stop()
+
+
+def run_scenes(options: Options) -> Row:
+    """Raises ConfigError, ServerError, PlaError, TimeoutError."""
+    flags = ["--stateless", str(options.instances), "--enable-metrics"]
+    flags += ["--pla-emulate-kv-failures", f"{options.kv_failures:g}"]
+    device: dict[str, Any] = {"profile": options.profile, "time_scale": options.time_scale, "seed": options.seed}
+    with (
+        running_fleet("alerts", flags, **device, timeout_s=causes.REQUEST_S, out=options.out) as fleet,
+        running_router(fleet, options) as router,
+    ):
+        engines = [one["url"].removeprefix("http://") for one in fleet.described["instances"]]
+        targets = {"router": [router.url.removeprefix("http://")], "engines": engines}
+        described = fleet.described | {"url": router.url}
+        site = Site(
+            Fleet(described, options.out / "alerts.state.json"),
+            router,
+            Load(router.url, options.rate, options.seed),
+        )
+        rules = shorten_rules(options.factor)
+        with running_prometheus(options.prometheus, targets, rules, options.out / "alerts") as prometheus:
+            return asyncio.run(measure(site, prometheus, options.factor))
+
+
+# -- result ------------------------------------------------------------------------------------------------------------
+
+
+def is_right(result: Result) -> bool:
+    whole = result["rules"] == result["provoked"] == result["fired"] == result["cleared"]
+    return whole and not result["empty"] and not result["broken_rules"]
+
+
+def table(result: Result) -> report.Cells:
+    rows = [
+        [f"`{alert}`", row["scene"], *(report.number(row[name]) for name in ("fired_s", "cleared_s"))]
+        for alert, row in result["alerts"].items()
+    ]
+    return ["alert", "what is done", "fires, s", "clears, s"], rows
+
+
+def page(result: Result) -> str:
+    counts = f"{result['rules']} rules, {result['provoked']} provoked, {result['fired']} fired, {result['cleared']}"
+    counts += f" cleared; {result['queries']} queries, {result['empty']} without an answer"
+    reasons = "".join(f"\n- without an answer: {where} ({why})" for where, why in result["empty_for_a_reason"].items())
+    where = f"{result['instances']} stateless engines, policy `{result['policy']}`, spans of rules divided by"
+    where += f" {result['factor']:g}"
+    shown = report.markdown(*table(result), right={2, 3})
+    return f"{shown}\n\n{counts}{reasons}\n\n{where} · {report.device_conditions(result)}"
+
+
+PAGES = {"alerts": page}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--instances", type=int, default=3, help="engines, at least 2")
+    parser.add_argument("--rate", type=float, default=2.0, help="requests/s")
+    parser.add_argument("--factor", type=float, default=60.0, help="by which spans of the rules are shortened")
+    parser.add_argument("--kv-failures", type=float, default=0.5, help="share of KV transfers that fail")
+    parser.add_argument("--policy", default="combined")
+    parser.add_argument("--prometheus", default="prometheus", metavar="PROGRAM", help="name or path")
+    cli.add_emulated_device(parser, time_scale=4.0)
+    cli.add_output(parser)
+
+
+def run(options: Options) -> int:
+    """Raises ConfigError, ServerError, PlaError, TimeoutError."""
+    require("--instances", options.instances, 2)
+    require("--rate", options.rate, 0, above=True)
+    require("--factor", options.factor, 1, MOST_FACTOR)
+    require("--kv-failures", options.kv_failures, 0, 1, above=True)
+    require_program(options.prometheus)
+    about = report.environment()
+    result: Row = {"bench": "alerts", **{name: getattr(options, name) for name in SETTINGS}}
+    with measuring():
+        result |= run_scenes(options)
+    result["environment"] = about
+    report.show("Alerts", *table(result))
+    report.emit(result, "alerts", options.out)
+    return 0 if is_right(result) else 1
