@@ -23,6 +23,7 @@ import aiohttp
 
 from pla_sglang.common import cli, terminal
 from pla_sglang.common.checks import Range, check_fields, knob
+from pla_sglang.common.connection_errors import describe_connection_error
 from pla_sglang.common.errors import ConfigError, PlaError
 from pla_sglang.profiles.fit import PLAIN_IDS, DecodePoint, PrefillPoint, fit_profile
 from pla_sglang.profiles.load import write_profile
@@ -75,7 +76,7 @@ class Meter:
                     events += [time.perf_counter()] * chunk.count(EVENT)
                     tail = chunk
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise MeasureError(f"{self._url} does not answer: {error!r}") from None
+            raise MeasureError(f"{self._url} does not answer: {describe_connection_error(error)}") from None
         if b"[DONE]" in tail:
             events.pop()
         if len(events) < min(2, tokens):
@@ -150,7 +151,8 @@ async def measure(options: ProfileConfig) -> tuple[list[PrefillPoint], list[Deco
             async with http.get(f"{options.url.rstrip('/')}/server_info") as answer:
                 info: dict[str, Any] = await answer.json()
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            raise MeasureError(f"--url {options.url}: no SGLang server answers ({error!r})") from None
+            why = describe_connection_error(error)
+            raise MeasureError(f"--url {options.url}: no SGLang server answers ({why})") from None
         meter = Meter(http, options.url, options.seed)
         await meter.timing(meter.prompt(32), 4)
         prefill_points, decode_points = [], []

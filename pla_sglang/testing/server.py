@@ -23,6 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from pla_sglang.common.connection_errors import describe_connection_error
 from pla_sglang.common.errors import PlaError
 from pla_sglang.fleet.cluster.ports import free_port
 
@@ -70,7 +71,7 @@ def open_url(
     except urllib.error.HTTPError as error:
         raise HttpError(url, error.code, error.read().decode("utf-8", "replace")) from None
     except (OSError, http.client.HTTPException) as error:
-        raise ServerError(f"{url} does not answer: {error!r}") from error
+        raise ServerError(f"{url} does not answer: {describe_connection_error(error)}") from error
 
 
 def fetch(url: str, body: Any = None, **options: Any) -> Any:

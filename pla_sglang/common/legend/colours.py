@@ -27,6 +27,7 @@ STATE_COLOURS: Mapping[str, str] = {
     "starting": NOT_READY_COLOUR,
     "suspect": TARGET_COLOUR,
     "draining": "#8a8a8a",
+    "drained": "#6b6b6b",
     "dead": "#4d4d4d",
 }
 # Pools of prompts by length; "both" where an instance takes all. No role has these.

@@ -11,6 +11,7 @@ READ_BYTES = 1 << 16
 ERROR = re.compile(r"error|exception", re.IGNORECASE)
 # What a router and the cluster itself ask for again and again; uvicorn's words, where it went well.
 POLL = re.compile(r'"GET /(?:health|v1/loads|server_info|get_server_info)[ ?][^"]*" 200')
+ACCESS = re.compile(r'"[A-Z]+ /[^"]* HTTP/[0-9.]+" [0-9]{3}')  # uvicorn's line for a request
 LONGEST_LINE = 1 << 14  # SGLang prints all its arguments in one line; nobody reads more of it than this
 
 
@@ -26,13 +27,15 @@ class LastErrors:
         self._lines: dict[str, str] = {}
 
     def note_line(self, name: str, line: str) -> None:
+        if ACCESS.search(line):
+            return
         if ERROR.search(line) or not ERROR.search(self._lines.get(name, "")):
             self._lines[name] = line
 
-    def describe_error(self, name: str) -> str:
+    def describe_error(self, name: str, *, errors_only: bool = False) -> str:
         """The line behind a colon; without an error, the last line; nothing where there was none."""
         line = self._lines.get(name, "").strip()
-        return f": {line}" if line else ""
+        return f": {line}" if line and (ERROR.search(line) or not errors_only) else ""
 
     def forget_member(self, name: str) -> None:
         """It starts again."""

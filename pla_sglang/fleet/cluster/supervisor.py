@@ -10,6 +10,7 @@ import contextlib
 import json
 import math
 import os
+import shlex
 import signal
 import time
 from collections import Counter
@@ -41,6 +42,7 @@ from pla_sglang.launch_server import request_line
 HEALTH_INTERVAL_S = 0.25
 HEALTH_TIMEOUT_S = 10.0
 STOP_GRACE_S = 3.0
+ANSWER_S = 1.0  # at the end, for those who have ordered it
 # A stateless instance that is removed has it to finish what it does. SGLang looks every 5 s whether it may end, then
 # waits for its scheduler, so that an idle one needs some seconds too.
 REMOVAL_DRAIN_S = 60.0
@@ -97,6 +99,8 @@ class Supervisor:
         self._environment = ENVIRONMENT | environment
         self._state_file = state_file
         self._stop = asyncio.Event()
+        self._ended = asyncio.Event()  # nothing is left running
+        self._orders: set[asyncio.Task[Any]] = set()  # of the control socket, under way
         self._changed = asyncio.Event()
         self._children: Children | None = None
         self._readers: list[LineReader] = []
@@ -149,6 +153,15 @@ class Supervisor:
             for task in (*self._starts.values(), *self._removals.values()):
                 task.cancel()
             await self._end_members(children)
+            self._ended.set()
+            await self._answer_stops()
+
+    async def _answer_stops(self) -> None:
+        """Those who have ordered the end hear of it; any other order has come to nothing."""
+        if self._orders:
+            _, others = await asyncio.wait(self._orders, timeout=ANSWER_S)
+            for order in others:
+                order.cancel()
 
     # -- start -----------------------------------------------------------------------------------------------------
 
@@ -198,8 +211,7 @@ class Supervisor:
         while not await is_healthy(member.url, http):
             self._check_start(member.name)
             if member.state is State.DEAD:
-                why = self._describe_end(member)
-                raise ClusterError(f"{member.name} ended with status {member.exit_status} while starting{why}")
+                raise ClusterError(self._describe_end(member, " while starting"))
             await asyncio.sleep(HEALTH_INTERVAL_S)
         if member.state is State.STARTING:
             member.move_to(State.READY)
@@ -274,14 +286,23 @@ class Supervisor:
         member.move_to(State.DEAD)
         member.exit_status, member.pid, member.ended_s = status, None, time.monotonic()
         if not expected and not self._stop.is_set():
-            self._log_line(f"{member.name} ended with status {status}{self._describe_end(member)}")
+            self._log_line(f"{self._describe_end(member)}{self._describe_restart(member)}")
 
-    def _describe_end(self, member: Instance) -> str:
-        """Its last error behind a colon; what it has printed may still be on its way."""
+    def _describe_end(self, member: Instance, when: str = "") -> str:
+        """How it ended, and behind a colon its last error; what it has printed may still be on its way."""
         for reader in self._readers:
             if reader.name == member.name:
                 reader.read_rest()
-        return self._errors.describe_error(member.name)
+        status = member.exit_status or 0
+        how = f"was killed by {_name_signal(-status)}" if status < 0 else f"ended with status {status}"
+        return f"{member.name} {how}{when}{self._errors.describe_error(member.name, errors_only=status < 0)}"
+
+    def _describe_restart(self, member: Instance) -> str:
+        """The command, where there is a state file by which it finds this cluster."""
+        if self._state_file is None or not self.ready.is_set():
+            return ""
+        command = ["pla-sglang", "cluster", "--restart", member.name, "--state-file", str(self._state_file)]
+        return f"; restart: {shlex.join(command)}"
 
     async def restart_member(self, name: str) -> None:
         """End one member and start it again on the same port; returns once it is ready.
@@ -441,10 +462,15 @@ class Supervisor:
     async def _on_control(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One line in, one line out; see ``cluster_socket``."""
         words = (await reader.readline()).decode(errors="replace").split()
+        order = asyncio.current_task()
+        assert order is not None
+        self._orders.add(order)
         try:
             answer = await self._obey(words)
         except PlaError as error:
             answer = f"{ERROR}{error}"
+        finally:
+            self._orders.discard(order)
         writer.write(answer.encode() + b"\n")
         with contextlib.suppress(ConnectionError):
             await writer.drain()
@@ -458,6 +484,7 @@ class Supervisor:
                 return "ok"
             case ["stop"]:
                 self.stop()
+                await self._ended.wait()
                 return "ok"
             case ["list"]:
                 return json.dumps([encode_instance(engine.to_started()) for engine in self.listed])
@@ -506,6 +533,13 @@ class Supervisor:
 
 def _is_stateless(member: Instance) -> bool:
     return member.spec is not None and member.spec.kind == "stateless"
+
+
+def _name_signal(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"
 
 
 def _read_plan(text: str) -> int:

@@ -261,6 +261,7 @@ def test_the_last_error_of_a_member_is_kept() -> None:
     errors.note_line("a", "usage: sglang serve")
     errors.note_line("a", "sglang serve: error: argument --tp: invalid int value: 'x'")
     errors.note_line("a", "bye")
+    errors.note_line("a", '127.0.0.1:1 - "POST /error HTTP/1.1" 200 OK')
     errors.note_line("b", "ValueError: no")
     assert errors.describe_error("a") == ": sglang serve: error: argument --tp: invalid int value: 'x'"
     assert errors.describe_error("b") == ": ValueError: no"

@@ -232,7 +232,9 @@ def test_an_added_instance_that_fails_does_not_end_the_cluster(tmp_path: Path) -
         await scene.actuator.start_instance("stateless", 1)
         scene.forks.end("stateless-1", 3)
         await scene.until({"unified-0": "ready", "stateless-0": "ready", "stateless-1": "dead"})
-        assert [line for line in scene.log if "stateless-1" in line][1:] == ["stateless-1 ended with status 3"]
+        restart = f"pla-sglang cluster --restart stateless-1 --state-file {scene.state_file}"
+        said = [line for line in scene.log if "stateless-1" in line]
+        assert said[1:] == [f"stateless-1 ended with status 3; restart: {restart}"]
         assert (await scene.actuator.start_instance("stateless", 2)).name == "stateless-2", "it does not count"
         await scene.actuator.stop_instance("stateless-1")
         await scene.until({"unified-0": "ready", "stateless-0": "ready", "stateless-2": "ready"})
@@ -292,3 +294,34 @@ def test_an_empty_cluster_without_router_can_grow_again(tmp_path: Path) -> None:
         await scene.until({"unified-1": "ready"})
 
     play(Scene(tmp_path, ClusterConfig({"unified": 1}, router="none")), act)
+
+
+@pytest.mark.parametrize(
+    ("printed", "why"),
+    [("Decode batch, #running-req: 8", ""), ("RuntimeError: no memory", ": RuntimeError: no memory")],
+)
+def test_a_signal_that_ends_an_instance_is_named(printed: str, why: str, tmp_path: Path) -> None:
+    """Its last line says nothing of it, but an error may have led to the signal."""
+
+    async def act(scene: Scene) -> None:
+        scene.made._on_line("unified-0", printed)
+        scene.forks.end("unified-0", -signal.SIGKILL)
+        await scene.until({"unified-0": "dead", "stateless-0": "ready"})
+        said = next(line for line in scene.log if "killed" in line)
+        assert said.startswith(
+            f"unified-0 was killed by SIGKILL{why}; restart: pla-sglang cluster --restart unified-0 "
+        )
+
+    play(stateless(tmp_path), act)
+
+
+def test_a_stop_is_answered_when_all_has_ended(tmp_path: Path) -> None:
+    scene = stateless(tmp_path)
+
+    async def run() -> None:
+        async with serving(scene):
+            assert await scene.send("stop") == "ok"
+            assert scene.log[-1] == "stopped, nothing left running"
+            assert not scene.state_file.exists()
+
+    asyncio.run(run())

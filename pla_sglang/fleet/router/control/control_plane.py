@@ -21,6 +21,7 @@ from pla_sglang.fleet.router.control.admin import AdminRoutes
 from pla_sglang.fleet.router.control.booking import Booking
 from pla_sglang.fleet.router.control.drains import Drains
 from pla_sglang.fleet.router.control.failure_intake import FailureIntake
+from pla_sglang.fleet.router.control.fates import find_fates
 from pla_sglang.fleet.router.control.gauges import gauges, state_of
 from pla_sglang.fleet.router.control.knobs import ControlKnobs
 from pla_sglang.fleet.router.control.late_placement import LatePlacement
@@ -86,7 +87,7 @@ class ControlPlane:
         self._tasks = Tasks()
         self._client: InstanceClient | None = None
         self._state_file = StateFile(knobs.memory_file)
-        self._journal = WorkerLog()
+        self._journal = WorkerLog(lambda worker, since_s: find_fates(worker, self.dispatcher.known_records(), since_s))
         self.series = RouterSeries(
             lambda: gauges(self.dispatcher, self.scaling, self._clock()), self._find_length_errors
         )
@@ -434,7 +435,7 @@ class ControlPlane:
         self._drains.empty_drained()
         self.table.remove_drained(now_s)
         self.scaling.note_fleet(now_s)
-        self._journal.note_waits(self.table)
+        self._journal.note_waits(self.table, now_s)
         for worker in self.table:
             worker.load.age_ttft_ratio(now_s)
         self.dispatcher.check_waiting(now_s)

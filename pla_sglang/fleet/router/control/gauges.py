@@ -10,7 +10,7 @@ from typing import Any
 from pla_sglang.fleet.router.control.observability.series import Row
 from pla_sglang.fleet.router.control.request_dispatcher import RequestDispatcher
 from pla_sglang.fleet.router.control.scale_orders import ScaleOrders
-from pla_sglang.fleet.router.control.workers.table import Worker, WorkerReason, WorkerState
+from pla_sglang.fleet.router.control.workers.table import SHOWN_STATES, Worker, WorkerReason
 from pla_sglang.fleet.router.http.bodies import WorkerRow
 from pla_sglang.fleet.viewer.history import NO_REQUESTS
 from pla_sglang.load.legs import LegLoad
@@ -30,10 +30,9 @@ def gauges(dispatcher: RequestDispatcher, scaling: ScaleOrders, now_s: float) ->
     budget = dispatcher.retry_budget.left(now_s)
     yield "retry_budget_left", "Refused requests that may be sent to another instance now.", {}, budget
     yield "transfer_ids", "Transfer ids that instances may still use.", {}, float(len(dispatcher.ledger.rooms))
-    states = Counter(worker.state for worker in dispatcher.table)
-    for state in WorkerState:
-        if state is not WorkerState.DEAD:
-            yield "workers", "Instances by state.", {"state": state.value}, float(states[state])
+    states = Counter(worker.shown_state for worker in dispatcher.table)
+    for state in SHOWN_STATES:
+        yield "workers", "Instances by state.", {"state": state}, float(states[state])
     yield from _of_workers(dispatcher, now_s)
     yield from _of_predictions(dispatcher)
     yield from _of_backlogs(dispatcher)
@@ -77,7 +76,7 @@ def _of_workers(dispatcher: RequestDispatcher, now_s: float) -> Iterator[Row]:
         )
         if worker.description is not None:
             yield "worker_kv_capacity_tokens", "KV tokens that fit there.", labels, float(view.kv_capacity_tokens)
-        where = {"role": view.role.value, "pool": name_pool(view), "state": worker.state.value}
+        where = {"role": view.role.value, "pool": name_pool(view), "state": worker.shown_state}
         yield "worker_role", "1: where it belongs now.", {**labels, **where}, 1.0
         yield "worker_role_epoch", "How often its role was set.", labels, float(view.role_epoch)
         for kind, count in worker.errors().items():

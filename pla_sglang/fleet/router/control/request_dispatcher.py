@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from pla_sglang.fleet.router.attempt_rules import LOSSES, RULES, Who
@@ -253,6 +253,10 @@ class RequestDispatcher:
             reason = AdmissionReason.RETRY_BUDGET
         self._refuse(record, Verdict(False, reason, RETRY_FULL_S))
         return False
+
+    def known_records(self) -> Iterable[RequestRecord]:
+        """Those that are open, and the latest that have ended."""
+        return {record.rid: record for record in (*self.explained, *self.ledger.records.values())}.values()
 
     # -- those that wait -----------------------------------------------------------------------------------------------
 

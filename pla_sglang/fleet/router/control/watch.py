@@ -90,17 +90,18 @@ class FleetWatch:
         self.history.note_membership(move.instance.index, now, move.at_s, reason=move.reason, epoch=epoch)
 
     def _note_worker(self, worker: Worker, now_s: float) -> None:
-        view, state = worker.view, worker.state
+        view = worker.view
         capacity = None if worker.description is None else view.kv_capacity_tokens
         kind = "" if worker.description is None else view.kind.value
         self.history.note_instance(view.index, view.name, kind, capacity)
-        before, now = self.history.find_membership(view.index), membership_of(view)._replace(state=state.value)
+        before, now = self.history.find_membership(view.index), membership_of(view)._replace(state=worker.shown_state)
         if before is None or before.state != now.state:
             reason = f"{WORKER_PREFIX}{worker.reason.value}"
-            self.history.note_membership(view.index, now, worker.since_s, reason=reason)
+            at_s = now_s if worker.is_drained() else worker.since_s
+            self.history.note_membership(view.index, now, at_s, reason=reason)
         else:
             self.history.note_membership(view.index, now, now_s)
-        if state is WorkerState.DEAD:
+        if worker.state is WorkerState.DEAD:
             self._gone.add(view.index)
 
 

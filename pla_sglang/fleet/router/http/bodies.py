@@ -39,7 +39,8 @@ class WorkerRow(msgspec.Struct, frozen=True):
 
     Attributes:
         since_s, report_age_s: seconds since its last change of state, and since its last load report.
-        drained: it drains, and has finished everything.
+        state: of ``WorkerState``, or drained: it drains, and has nothing left.
+        drained: the same, as older clients read it; it goes with the next release.
         full: it has just refused a request for load, and gets nothing that others can take.
         peers: of a stateless instance, what it says of each peer, by number; null: it has not been told of any.
         role_epoch: how often its role was set.

@@ -9,6 +9,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from typing import Protocol, cast
 
+from pla_sglang.common.connection_errors import describe_connection_error
 from pla_sglang.fleet.router.http.framing import Framing, response_framing
 from pla_sglang.fleet.router.http.head import CRLF2, BadMessage, ResponseHead, parse_response
 from pla_sglang.fleet.router.wire.messages import FailureKind, WorkerEntry
@@ -289,7 +290,7 @@ class UpstreamPool:
         except TimeoutError:
             self._fail_waiting(worker, on_connection, f"no connection within {self._connect_timeout_s:g} s")
         except OSError as error:
-            self._fail_waiting(worker, on_connection, str(error) or type(error).__name__)
+            self._fail_waiting(worker, on_connection, describe_connection_error(error))
         else:
             self._under_way[worker.number] -= 1
             waiting = self._waiting.get(worker.number)

@@ -363,7 +363,8 @@ async def test_the_address_of_a_drained_instance_that_dies_is_given_up_and_the_l
         await one.instances[worker.number].stop()
         answer = lose(one, worker.number, LOST, tokens=3)
         assert isinstance(answer, m.Assign)
-        await one.until(lambda: worker.state is WorkerState.DEAD)
+        await one.until(lambda: any("lost: nobody listens" in line for line in caplog.messages))
+        assert worker.state is WorkerState.DEAD
         [line] = [line for line in caplog.messages if "lost: nobody listens" in line]
         assert "given up" in line
         assert "POST /workers" in line

@@ -43,7 +43,7 @@ async def test_states_come_with_their_reasons() -> None:
         await one.until(lambda: len(read_view(one)["instances"]) == 2)
         assert changes_of(one, 1)[-1] == ("ready", "decode", "", "worker.answers")
         one.admin("POST", "/workers/1/drain")
-        await one.until(lambda: changes_of(one, 1)[-1] == ("draining", "decode", "", "worker.operator"))
+        await one.until(lambda: changes_of(one, 1)[-1] == ("drained", "decode", "", "worker.operator"))
         one.admin("DELETE", "/workers/1")
         await one.until(lambda: changes_of(one, 1)[-1] == ("dead", "decode", "", "worker.removed"))
         document = read_view(one)

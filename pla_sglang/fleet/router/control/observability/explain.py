@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -120,6 +120,9 @@ class ExplainStore:
         records[record.rid] = record
         if len(records) > self._capacity:
             records.popitem(last=False)
+
+    def __iter__(self) -> Iterator[RequestRecord]:
+        return iter(self._records.values())
 
     def explain(self, rid: str) -> dict[str, Any] | None:
         """Everything about a request; None if it is not known (any more)."""

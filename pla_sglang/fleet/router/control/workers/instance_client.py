@@ -13,6 +13,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from pla_sglang.common.connection_errors import describe_connection_error
 from pla_sglang.fleet.router.control.workers.discovery import Address, Description, describe, polled_load
 from pla_sglang.fleet.router.control.workers.errors import NoResponseError, UnreachableError, WorkerError
 from pla_sglang.fleet.router.control.workers.polls import RESPONSE_BYTES, Polls, quote_response
@@ -144,9 +145,9 @@ class InstanceClient:
                         raise NoResponseError(f"{url} answered more than {RESPONSE_BYTES} bytes")
                 return content
         except aiohttp.ClientConnectorError as error:
-            raise UnreachableError(f"{url}: {error}") from None
+            raise UnreachableError(f"{url}: {describe_connection_error(error)}") from None
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
-            raise NoResponseError(f"{url}: {type(error).__name__} {error}") from None
+            raise NoResponseError(f"{url}: {describe_connection_error(error)}") from None
 
 
 def _object(data: bytes, url: str) -> dict[str, Any]:

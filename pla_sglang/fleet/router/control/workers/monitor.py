@@ -80,6 +80,7 @@ class InstanceMonitor:
         self._doubted: set[int] = set()  # workers that have answered 500 since their last verification began
         self._busy: set[tuple[str, int]] = set()
         self._classes: dict[int, PrefillClass | None] = {}  # as the workers were told
+        self._refused_aborts: set[tuple[int, int]] = set()  # numbers of workers, and the statuses that were told
         self._puller: Puller | None = None
 
     # -- life --------------------------------------------------------------------------------------------------------
@@ -316,11 +317,18 @@ class InstanceMonitor:
                     for rid in order.rids:
                         await self._client.abort(worker, rid)
             except (UnreachableError, NoResponseError) as error:
-                logger.warning("abort of %s at %s: %s", order.rid, worker.view.name, error)
-                if isinstance(error, NoResponseError) and error.status in (401, 403):
-                    worker.detail = f"refuses aborts with {error.status}; its --admin-api-key is our --worker-admin-key"
+                if isinstance(error, NoResponseError) and error.status:  # else it is ill or gone, as checks will tell
+                    self._note_refused_abort(worker, error)
                 self.check_soon(worker)
                 await asyncio.sleep(ABORT_RETRY_S)
                 continue
             self._on_aborted(order, "confirmed")
             return
+
+    def _note_refused_abort(self, worker: Worker, error: NoResponseError) -> None:
+        """One line for each instance and status: aborts are repeated, and there may be many."""
+        if error.status in (401, 403):
+            worker.detail = f"refuses aborts with {error.status}; its --admin-api-key is our --worker-admin-key"
+        if (worker.number, error.status) not in self._refused_aborts:
+            self._refused_aborts.add((worker.number, error.status))
+            logger.warning("worker %d (%s) refuses aborts: %s", worker.number, worker.url, error)

@@ -151,7 +151,8 @@ class Peering:
         self._count("failed")
         if worker.state is not WorkerState.DEAD:
             worker.detail = f"{UNTOLD}: {error}"
-            self._journal.note_not_configured(worker, worker.detail)
+            if not isinstance(error, UnreachableError):  # of one at which nobody listens health checks tell
+                self._journal.note_not_configured(worker, worker.detail)
 
 
 def _is_awaited(worker: Worker) -> bool:

@@ -7,6 +7,8 @@
         ▼         ▼
        DEAD ◄─────┴── (from any)           DEAD: gone or replaced; a process that comes back is a new worker
 
+Where DRAINING is over and the instance has nothing left, all that is shown says DRAINED.
+
 For policies SUSPECT and DRAINING are alike: the instance is not in the lists of the ``FleetView``. A worker's number is
 never reused, also over restarts of the router (``state_file.py``); its view's index is its place in the ``FleetView``.
 """
@@ -44,6 +46,10 @@ class WorkerState(enum.Enum):
     SUSPECT = "suspect"
     DRAINING = "draining"
     DEAD = "dead"
+
+
+DRAINED = "drained"  # shown of one that is DRAINING and has nothing left
+SHOWN_STATES = (*(state.value for state in WorkerState if state is not WorkerState.DEAD), DRAINED)
 
 
 class WorkerReason(enum.Enum):
@@ -133,6 +139,14 @@ class Worker:
     def is_ready(self) -> bool:
         return self.state is WorkerState.READY
 
+    def is_drained(self) -> bool:
+        return self.state is WorkerState.DRAINING and self.load.is_idle()
+
+    @property
+    def shown_state(self) -> str:
+        """For operators."""
+        return DRAINED if self.is_drained() else self.state.value
+
     def silent_since_s(self) -> float:
         return max(self.heard_s, self.unasked_s)
 
@@ -161,11 +175,11 @@ class Worker:
             kind=view.kind.value,
             role=view.role.value,
             length_class=None if view.length_class is None else view.length_class.value,
-            state=self.state.value,
+            state=self.shown_state,
             reason=self.reason.value,
             detail=self.detail,
             since_s=round(now_s - self.since_s, 3),
-            drained=self.state is WorkerState.DRAINING and self.load.is_idle(),
+            drained=self.is_drained(),
             full=view.full_until_s > now_s,
             breaker={"state": self.breaker.state.value, "reason": self.breaker.reason.value},
             open_requests=self.load.open_requests(),
@@ -390,8 +404,7 @@ class WorkerTable:
 
     def remove_drained(self, now_s: float) -> list[Worker]:
         """Workers that are to be removed and have finished everything become DEAD. Returns them."""
-        draining = [worker for worker in self if worker.leaves and worker.state is WorkerState.DRAINING]
-        drained = [worker for worker in draining if worker.load.is_idle()]
+        drained = [worker for worker in self if worker.leaves and worker.is_drained()]
         for worker in drained:
             self.move(worker, WorkerState.DEAD, WorkerReason.REMOVED, now_s)
         return drained

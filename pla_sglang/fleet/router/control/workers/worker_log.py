@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 
-from pla_sglang.fleet.router.control.workers.table import Worker, WorkerReason, WorkerState
+from pla_sglang.fleet.router.control.workers.breaker import BreakerReason
+from pla_sglang.fleet.router.control.workers.table import DRAINED, Worker, WorkerReason, WorkerState
 
 logger = logging.getLogger(__name__)
+# Until a line that waits is told whatever is not known yet. By default an instance whose connections are refused is
+# lost within that, and a health check has settled the doubt about its requests.
+TOLD_S = 3.0
+SETTLE_S = 1.0  # its last word may come after its connections have broken
 NO_WORKERS = (
     "no worker is known: give --worker URL or --worker-file FILE, or POST /workers; until then no request is served"
 )
@@ -25,12 +32,51 @@ LINES = {
 }
 
 
-class WorkerLog:
-    """Knows what it has said, so that a change is one line however often it is asked about."""
+@dataclasses.dataclass(frozen=True)
+class Fates:
+    """Requests that were at one instance.
 
-    def __init__(self) -> None:
+    Attributes:
+        moved: that go on or have ended elsewhere, by the number of that worker.
+        ended: there, as they would have anyway.
+        failed: their clients got an error.
+        waiting: for an instance, or for a word of their relay.
+    """
+
+    moved: Counter[int]
+    ended: int = 0
+    failed: int = 0
+    waiting: int = 0
+
+    def describe(self) -> str:
+        """Such as "requests: 8 moved to workers 0 and 2, 1 failed"; what is not there is left out."""
+        counts = {
+            f"moved to {_name_workers(self.moved)}": self.moved.total(),
+            "ended there": self.ended,
+            "failed": self.failed,
+            "wait for an instance": self.waiting,
+        }
+        told = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
+        return f"requests: {told}" if told else "no requests were there"
+
+
+class WorkerLog:
+    """Knows what it has said, so that a change is one line however often it is asked about.
+
+    Two lines wait for the next looks (``note_waits``). That an instance is lost is told once it is known what became of
+    its requests. That its connections are refused is told only if it is not lost: such an instance is lost a moment
+    later.
+
+    Args:
+        find_fates: what became of the requests that were at a worker at a time or later.
+    """
+
+    def __init__(self, find_fates: Callable[[Worker, float], Fates]) -> None:
+        self._find_fates = find_fates
         self._said: dict[int, tuple[WorkerState, WorkerReason]] = {}
         self._said_of_waits: dict[int, set[str]] = {}
+        self._refused: dict[int, str] = {}  # lines of suspects that are not told yet, by number
+        self._lost: dict[int, tuple[Worker, Worker | None]] = {}  # likewise, each with who waits at its address
 
     def note_change(self, worker: Worker) -> None:
         """Something about the worker has changed; only its state is of interest here."""
@@ -39,21 +85,51 @@ class WorkerLog:
             return
         self._said[worker.number] = now
         self._said_of_waits.pop(worker.number, None)
-        bad = worker.state is WorkerState.SUSPECT or (
-            worker.state is WorkerState.DEAD and worker.reason is not WorkerReason.REMOVED
-        )
+        refused = self._refused.pop(worker.number, None)
+        lost = worker.state is WorkerState.DEAD and worker.reason is not WorkerReason.REMOVED
+        if lost:
+            self._lost[worker.number] = (worker, None)
+            return
+        if refused is not None:
+            _log_line(logging.WARNING, worker, refused)
+        former = next((one for one, _ in self._lost.values() if one.address == worker.address), None)
+        if former is not None and worker.state is WorkerState.STARTING:
+            self._lost[former.number] = (former, worker)
+            return
         other = f"{worker.state.value}: {worker.reason.value}"
         text = _introduce(worker) if now == (WorkerState.READY, WorkerReason.ANSWERS) else LINES.get(now, other)
-        detail = f" ({worker.detail})" if worker.detail else ""
-        _log_line(logging.WARNING if bad else logging.INFO, worker, text + detail)
+        text += f" ({worker.detail})" if worker.detail else ""
+        if worker.state is WorkerState.SUSPECT and worker.breaker.reason is BreakerReason.REFUSED:
+            self._refused[worker.number] = text
+        else:
+            _log_line(logging.WARNING if worker.state is WorkerState.SUSPECT else logging.INFO, worker, text)
 
-    def note_waits(self, workers: Iterable[Worker]) -> None:
-        """Says once who has drained, and why somebody who starts is not ready."""
+    def note_waits(self, workers: Iterable[Worker], now_s: float) -> None:
+        """Says once who is lost or has drained, and why somebody who starts is not ready."""
+        for worker, heir in list(self._lost.values()):
+            fates = self._find_fates(worker, worker.heard_s - SETTLE_S)
+            if not fates.waiting or now_s - worker.since_s >= TOLD_S:
+                del self._lost[worker.number]
+                self._tell_loss(worker, heir, fates)
         for worker in workers:
-            if worker.state is WorkerState.DRAINING and worker.load.is_idle():
-                self._log_once(logging.INFO, worker, "drained: its requests have ended or moved away")
+            if worker.number in self._refused and now_s - worker.since_s >= TOLD_S:
+                _log_line(logging.WARNING, worker, self._refused.pop(worker.number))
+            if worker.is_drained():
+                if DRAINED not in self._said_of_waits.setdefault(worker.number, set()):
+                    self._said_of_waits[worker.number].add(DRAINED)
+                    fates = self._find_fates(worker, worker.since_s)
+                    _log_line(logging.INFO, worker, f"{DRAINED}; {fates.describe()}")
             elif worker.state is WorkerState.STARTING and worker.detail:
                 self._log_once(logging.WARNING, worker, f"not ready yet: {worker.detail}")
+
+    def _tell_loss(self, worker: Worker, heir: Worker | None, fates: Fates) -> None:
+        text = f"{LINES[worker.state, worker.reason]}; {fates.describe()}"
+        text += f" ({worker.detail})" if worker.detail else ""
+        if heir is not None:
+            text += f"; who starts there next is worker {heir.number}"
+            if heir.refused:  # which is why its former one is lost
+                self._said_of_waits.setdefault(heir.number, set()).add(f"not ready yet: {heir.detail}")
+        _log_line(logging.WARNING, worker, text)
 
     def _log_once(self, level: int, worker: Worker, text: str) -> None:
         said = self._said_of_waits.setdefault(worker.number, set())
@@ -96,3 +172,8 @@ def _introduce(worker: Worker) -> str:
     assert said is not None, "a worker that is ready has described itself"
     model = said.model.rstrip("/").rpartition("/")[2] or "model without a name"
     return f"ready: {said.kind.value}, {model}, {said.kv_capacity_tokens:,} KV tokens"
+
+
+def _name_workers(numbers: Iterable[int]) -> str:
+    *first, last = [str(number) for number in sorted(numbers)] or [""]
+    return f"workers {', '.join(first)} and {last}" if first else f"worker {last}"
