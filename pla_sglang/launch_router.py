@@ -46,11 +46,20 @@ class RouterConfig:
         allowed=Range(0, MAX_RELAYS),
         heading="processes",
     )
+    standby: bool = knob(
+        False,
+        "--standby",
+        "a second control process, which takes over within 2 s when the first one ends or stands still; needs "
+        "--relay-workers",
+    )
     relay: RelayConfig = dataclasses.field(default_factory=RelayConfig)
     control: ControlKnobs = dataclasses.field(default_factory=ControlKnobs)
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.standby and not self.relays:
+            text = "--standby needs --relay-workers: control is a process of its own then"
+            raise ConfigError(f"{text}; allowed with it: 1 to {MAX_RELAYS}")
 
 
 def read_config(argv: Sequence[str] | None) -> tuple[RouterConfig, cli.Settings]:
@@ -120,7 +129,7 @@ async def run_apart(config: RouterConfig, settings: cli.Settings) -> int:
     try:
         relay = dataclasses.replace(config.relay, port=holder.getsockname()[1])
         announce(relay, relay.port, relays)
-        return await supervise_processes(relay, relays, settings)
+        return await supervise_processes(relay, relays, settings, standby=config.standby)
     finally:
         holder.close()
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 import logging
 import secrets
 import time
@@ -37,6 +38,7 @@ from pla_sglang.fleet.router.control.requests.prompts import Prompts, load_token
 from pla_sglang.fleet.router.control.requests.running_requests import RunningRequests
 from pla_sglang.fleet.router.control.scale_orders import ScaleOrders
 from pla_sglang.fleet.router.control.silence import SilenceWatch
+from pla_sglang.fleet.router.control.succession import Lease, Succession
 from pla_sglang.fleet.router.control.watch import FleetWatch, describe_fleet, note_move
 from pla_sglang.fleet.router.control.workers.abort_order import AbortOrder
 from pla_sglang.fleet.router.control.workers.batching import BatchingOrders
@@ -58,6 +60,7 @@ from pla_sglang.load.prefix_index import PrefixIndex
 from pla_sglang.policy.common.device_clock import DeviceClock
 from pla_sglang.policy.common.length_errors import ErrorSums
 from pla_sglang.policy.common.plan_log import count_instances
+from pla_sglang.policy.interface.decisions import SetRole
 from pla_sglang.policy_packages import find_policy
 from pla_sglang.profiles.load import load_profile
 
@@ -75,30 +78,44 @@ class ControlPlane:
     Args:
         router_key: of this start of the router, by which stateless instances know it; empty: they take legs from
             anybody.
+        lease: by which it leads.
+        described: what instances have said of themselves while it was a standby, by URL.
+        has_standby: as in ``Succession``.
         clock: monotonic seconds, the relays' clock.
     """
 
     def __init__(
-        self, knobs: ControlKnobs, *, router_key: str = "", clock: Callable[[], float] = time.monotonic
+        self,
+        knobs: ControlKnobs,
+        *,
+        router_key: str = "",
+        lease: Lease = Lease(),  # noqa: B008
+        described: Mapping[str, Description] | None = None,
+        has_standby: Callable[[], bool | None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.knobs = knobs
-        self.epoch = secrets.randbits(62)  # differs from that of any earlier life; a clock may be set back
+        self._life = secrets.randbits(62)  # differs from that of any earlier life, also of another router
+        self._described = described or {}
         self._clock = clock
         self._tasks = Tasks()
         self._client: InstanceClient | None = None
         self._state_file = StateFile(knobs.memory_file)
         self._journal = WorkerLog(lambda worker, since_s: find_fates(worker, self.dispatcher.known_records(), since_s))
         self.series = RouterSeries(
-            lambda: gauges(self.dispatcher, self.scaling, self._clock()), self._find_length_errors
+            lambda: itertools.chain(self.succession.gauges(), gauges(self.dispatcher, self.scaling, self._clock())),
+            self._find_length_errors,
         )
+        self.series.takeovers.inc(by=lease.epoch - 1)
         policy = find_policy(knobs.policy)
         self._length_blind = policy.length_blind
         device_clock = DeviceClock()  # set when the first instance says what it is
         self.table = self._make_table(device_clock, pools=policy.pools)
+        self.succession = Succession(lease, clock, self.table.can_serve, has_standby)
         self._watch = FleetWatch(self.table, self.series.worker_ttft.by_worker, self.series.requests.take_recent)
         self._worker_file = None if knobs.worker_file is None else WorkerFile(knobs.worker_file, self.table)
         self._service = self._make_service() if knobs.worker_service else None
-        self._relays = RelayPorts(knobs, self.table, self.epoch, router_key=router_key)
+        self._relays = RelayPorts(knobs, self.table, lease.epoch, router_key=router_key)
         health = Health(self.table, knobs.health)
         self._monitor = self._make_monitor(health)
         self._peering = Peering(self.table, self.series.peer_lists.inc, router_key=router_key)
@@ -189,7 +206,7 @@ class ControlPlane:
             effects=RouterEffects(self.table.fleet, self._monitor.set_class, orders, self.scaling),
             clock=booking.clock,
             is_connected=self._peering.is_connected,
-            on_action=self.series.actions.inc,
+            on_action=self._on_action,
         )
 
     # -- ControlPort -------------------------------------------------------------------------------------------------
@@ -217,6 +234,7 @@ class ControlPlane:
             self._drains.start(client)
             self._batching.start(client)
             self.scaling.start()
+            self._resume_workers()
         except ConfigError:
             await client.close()
             raise
@@ -275,7 +293,11 @@ class ControlPlane:
 
     def _on_hello(self, hello: m.Hello, now_s: float) -> None:
         if hello.protocol == m.PROTOCOL:
+            if hello.epoch > self.succession.lease.epoch:
+                self.succession.end_deposed(hello.epoch)
+                return
             self._events.on_hello(hello, now_s)
+            self.succession.on_hello(hello.relay)
             return
         logger.error("relay %d speaks version %d, not %d; it is not served", hello.relay, hello.protocol, m.PROTOCOL)
         self._relays.detach_relay(hello.relay)
@@ -313,7 +335,7 @@ class ControlPlane:
             "place_decode": self._late.to_dict(),
             "planner": self.scaling.to_dict(self._clock()),
             "profile": self.policy.profile,
-            "epoch": self.epoch,
+            "control": self.succession.to_dict(),
             "recorded_decisions": None if recorder is None else recorder.decisions,
             "record_error": None if recorder is None else recorder.error,
         }
@@ -325,7 +347,7 @@ class ControlPlane:
         plan = self.scaling.log.to_document() if self.scaling.knobs.plans else None
         return {
             **document,
-            "life": str(self.epoch),
+            "life": str(self._life),
             "clock_start_s": time.time() - now_s,
             "targets": {"ttft_s": self.knobs.slo_ttft_s, "tpot_s": self.knobs.slo_tpot_s},
             "head": describe_fleet(self.dispatcher, self.scaling),
@@ -367,6 +389,18 @@ class ControlPlane:
         if self._worker_file is not None:
             self._worker_file.reload(now_s)
 
+    def _resume_workers(self) -> None:
+        """Behind another control plane: instances that it had as ready need not be asked first."""
+        for saved in self._state_file.state.workers if self.succession.lease.lost_s is not None else ():
+            said, worker = self._described.get(saved.url), self.table.by_number[saved.number]
+            if saved.ready and said is not None and said.identity == saved.identity:
+                self._monitor.resume_worker(worker, said, saved)
+
+    def _on_action(self, kind: str, reason: str) -> None:
+        self.series.actions.inc(kind, reason)
+        if kind == SetRole.__name__:
+            self._state_file.mark_changed()
+
     def _on_description(self, description: Description) -> None:
         """The first instance says what the policy's predictor starts from, and which tokenizer there is."""
         if self.policy.runner is None:
@@ -400,6 +434,7 @@ class ControlPlane:
             self._events.on_worker_dead(worker, now_s)
         self._drains.empty_drained()
         self.dispatcher.dispatch_pending(now_s)
+        self.succession.note_progress()
 
     def _on_move_over(self, now_s: float) -> None:
         """The next request may leave an instance that drains, and there may be room where one has left."""

@@ -1,13 +1,15 @@
 """What the processes of a router run: a relay, or the control plane. Light imports: each relay pays for them.
 
-A child reads its settings, one line of JSON, from standard input, so that no key stands in a command line. The end of
-standard input means that the launcher is gone, and so it ends as well. SIGTERM: a relay drains first; with
-``--drain-pause-s`` it says that it is not ready, and drains at the second one, which the launcher sends.
+A child reads lines of JSON from standard input: its settings, so that no key stands in a command line, and to a control
+process when it leads. The end of standard input means that the launcher is gone, and so it ends as well. SIGTERM: a
+relay drains first; with ``--drain-pause-s`` it says that it is not ready, and drains at the second one, which the
+launcher sends.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import gc
 import json
@@ -17,13 +19,14 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 import uvloop
 
 from pla_sglang.common.cli import Settings, report_error
 from pla_sglang.common.errors import PlaError
+from pla_sglang.fleet.router.wire.messages import HEARTBEAT_INTERVAL_S
 
 LATE_S = 5.0  # a relay whose launcher does not end the pause in time ends it so much later by itself
 RARELY = 10_000  # objects that must have been added until the collector looks at the youngest; Python's own value: 700
@@ -35,11 +38,15 @@ class Stop:
 
     Args:
         pause_s: from ``asked`` on; a second signal ends it, and only a further one forces.
+        on_line: called with each line of standard input.
     """
 
-    def __init__(self, *, watch_stdin: bool, pause_s: float = 0.0) -> None:
+    def __init__(
+        self, *, watch_stdin: bool, pause_s: float = 0.0, on_line: Callable[[bytes], None] = lambda line: None
+    ) -> None:
         self.asked = asyncio.Event()
         self.forced = asyncio.Event()
+        self._on_line, self._begun = on_line, b""  # the latter: what is there of the next line
         self._pause_s, self._pause_over = pause_s, asyncio.Event()
         if not pause_s:
             self._pause_over.set()
@@ -61,7 +68,13 @@ class Stop:
         self._pause_over.set()
 
     def _on_stdin(self) -> None:
-        if not os.read(sys.stdin.fileno(), 4096):
+        data = b""
+        with contextlib.suppress(ConnectionError):
+            data = os.read(sys.stdin.fileno(), 4096)
+        *lines, self._begun = (self._begun + data).split(b"\n")
+        for line in lines:
+            self._on_line(line)
+        if not data:
             asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
             self.asked.set()
             self.forced.set()
@@ -119,21 +132,69 @@ async def relay_main(settings: dict[str, Any]) -> int:
 
 
 async def control_main(settings: dict[str, Any]) -> int:
-    """Keys: address, given (``Settings.given``), router_key (as in ``ControlPlane``)."""
+    """Keys: address, given (``Settings.given``), router_key (as in ``ControlPlane``), relays (their number), standby
+    (whether there are two such processes). It leads from the launcher's word on."""
     from pla_sglang.fleet.router.control.control_plane import ControlPlane
     from pla_sglang.fleet.router.control.knobs import ControlKnobs
+    from pla_sglang.fleet.router.control.succession import Lease, Preparation
     from pla_sglang.fleet.router.wire.endpoints import ControlWire
 
-    plane = ControlPlane(Settings(settings["given"]).build(ControlKnobs), router_key=settings["router_key"])
-    stop = Stop(watch_stdin=True)
-    await plane.start()
-    wire = ControlWire(settings["address"], plane, now_s=time.monotonic)
-    await wire.start_listening()
-    settle_memory()
-    await stop.asked.wait()
-    wire.close_wire()
-    await plane.stop()
+    knobs, has_standby = Settings(settings["given"]).build(ControlKnobs), settings["standby"]
+    orders = ControlOrders()
+    stop = Stop(watch_stdin=True, on_line=orders.on_line)
+    beating, described = None, {}
+    if has_standby:
+        settle_memory()
+        beating = asyncio.ensure_future(send_beats())
+        preparation = Preparation(knobs)
+        described = preparation.described
+        await until_first(preparation.follow_workers(), orders.leads.wait(), stop.asked.wait())
+    await until_first(orders.leads.wait(), stop.asked.wait())
+    if orders.lease is not None and not stop.asked.is_set():
+        plane = ControlPlane(
+            knobs,
+            router_key=settings["router_key"],
+            lease=Lease(**orders.lease, relays=settings["relays"]),
+            described=described,
+            has_standby=lambda: orders.standby if has_standby else None,
+        )
+        await plane.start()
+        wire = ControlWire(settings["address"], plane, now_s=time.monotonic)
+        await wire.start_listening()
+        if not has_standby:
+            settle_memory()
+        await stop.asked.wait()
+        wire.close_wire()
+        await plane.stop()
+    if beating is not None:
+        beating.cancel()
     return 0
+
+
+class ControlOrders:
+    """What the launcher says to a control process after its settings: that it leads, and whether there is a standby."""
+
+    def __init__(self) -> None:
+        self.leads = asyncio.Event()
+        self.lease: dict[str, Any] | None = None
+        self.standby = False
+
+    def on_line(self, line: bytes) -> None:
+        order = json.loads(line)
+        if "epoch" in order:
+            self.lease = order
+            self.leads.set()
+        else:
+            self.standby = order["standby"]
+
+
+async def send_beats() -> None:
+    """To the launcher: this loop turns, and what it needs is imported."""
+    os.set_blocking(sys.stdin.fileno(), False)
+    while True:
+        with contextlib.suppress(OSError):
+            os.write(sys.stdin.fileno(), b".")
+        await asyncio.sleep(HEARTBEAT_INTERVAL_S)
 
 
 async def until_first(*waits: Awaitable[Any]) -> None:

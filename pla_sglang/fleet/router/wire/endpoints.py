@@ -26,6 +26,7 @@ from pla_sglang.fleet.router.wire.messages import (
     Completed,
     FromControl,
     FromRelay,
+    Hello,
     Progress,
     Table,
 )
@@ -55,7 +56,8 @@ class RelayWire:
     """
 
     def __init__(self, path: str, number: int, *, now_s: Callable[[], float]) -> None:
-        self._path, self._identity = path, b"%d/%d" % (number, os.getpid())
+        self._path, self._number, self._identity = path, number, b"%d/%d" % (number, os.getpid())
+        self._epoch = 0  # of the last control plane that was followed
         self._loop = asyncio.get_running_loop()
         self._now_s = now_s
         self._last_frame_s = float("-inf")
@@ -127,6 +129,11 @@ class RelayWire:
             if isinstance(message, Table) and message.protocol != PROTOCOL:
                 self._refuse_version(f"version {message.protocol}, not {PROTOCOL}")
                 return
+            if isinstance(message, Table):
+                if message.epoch < self._epoch:
+                    self._refuse_epoch(connection, message.epoch)
+                    return
+                self._epoch = message.epoch
             if self._attaching:  # a relay that was attached all the time gets a heartbeat first, a new one its table
                 self._attaching = False
                 if isinstance(message, Table):
@@ -139,6 +146,13 @@ class RelayWire:
         if not self._refused:
             self._refused = True
             _log.error("the control plane speaks what this relay does not know; nothing is served: %s", detail)
+
+    def _refuse_epoch(self, connection: FramedConnection, epoch: int) -> None:
+        """It was frozen, say, and another one leads since: it is told so, and nothing else of it is heard."""
+        _log.error("a control plane of epoch %d is refused: epoch %d has led", epoch, self._epoch)
+        connection.send_frame(_encode([Hello(self._number, PROTOCOL, os.getpid(), epoch=self._epoch)]))
+        self._last_frame_s = float("-inf")
+        connection.close_connection()
 
     async def _connect(self) -> None:
         while True:

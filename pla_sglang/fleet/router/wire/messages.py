@@ -206,7 +206,8 @@ class Hello(Message, frozen=True):
     """First message to a control plane, again whenever its ``epoch`` changes.
 
     ``open`` and ``asking`` are all requests of the relay: those that are dispatched, and the ids of those whose
-    question is not answered; it follows again.
+    question is not answered; it follows again. ``epoch``: of a later control plane, which the relay follows: it takes
+    nothing of the one that it tells this; 0: it knows of none.
     """
 
     relay: int
@@ -214,6 +215,7 @@ class Hello(Message, frozen=True):
     pid: int
     open: tuple[OpenRequest, ...] = ()
     asking: tuple[str, ...] = ()
+    epoch: int = 0
 
 
 class RelayReport(Message, frozen=True):
@@ -272,7 +274,8 @@ class Table(Message, frozen=True):
     """All instances, complete; sent on connect and at each change, always before an Assign that needs it.
 
     Attributes:
-        epoch: of the control plane: another one means that it has restarted, and wants a Hello.
+        epoch: of the control plane: a greater one means another process, which wants a Hello. A relay that has had a
+            table of a greater one refuses it.
         version: grows with every change.
         serving: whether a request could be dispatched now (/health).
         trace_share: of requests without a ``traceparent``, those that begin a trace of spans; None: spans are off.

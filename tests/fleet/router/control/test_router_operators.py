@@ -17,6 +17,7 @@ from support.router_scene import QUICK, Scene, scene
 from pla_sglang.common.errors import ConfigError
 from pla_sglang.fleet.router.control.control_plane import ControlPlane
 from pla_sglang.fleet.router.control.knobs import ControlKnobs
+from pla_sglang.fleet.router.control.succession import Lease
 from pla_sglang.fleet.router.control.workers.table import WorkerState
 from pla_sglang.fleet.router.wire import messages as m
 from pla_sglang.parity import replay_file
@@ -185,10 +186,10 @@ async def test_another_life_takes_over_what_is_open(tmp_path: Path) -> None:
         done = m.Progress("kept", m.Milestone.PREFILL_DONE, time.monotonic())
         await one.plane.stop()
         knobs = one.plane.knobs
-        second = ControlPlane(knobs)
+        second = ControlPlane(knobs, lease=Lease(epoch=2))
         await second.start()
         two = Scene(second, one.instances)
-        assert two.relay.last(m.Table).epoch != one.relay.last(m.Table).epoch
+        assert (one.relay.last(m.Table).epoch, two.relay.last(m.Table).epoch) == (1, 2)
         second.on_message(m.Hello(0, m.PROTOCOL, 1, (m.OpenRequest(asked, assign, (done,)),)))
         assert second.dispatcher.ledger.rooms == {assign.bootstrap_room: "kept"}
         assert second.table.by_number[assign.decode].view.waiting_decodes == 1

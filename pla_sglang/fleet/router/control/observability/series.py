@@ -56,6 +56,7 @@ class RouterSeries(Collector):
         self.worker_changes = LabelledCounter(
             registry, "worker_state_changes", "Changes of worker states.", "state", "reason"
         )
+        self.takeovers = LabelledCounter(registry, "takeovers", "Control processes that followed another one.")
         self.starts = InstanceStarts(registry)
         self.aborts = LabelledCounter(registry, "aborts", "Aborts that the router has ordered at instances.", "outcome")
         self.peer_lists = LabelledCounter(registry, "peer_lists", "Lists of peers sent out, by outcome.", "outcome")

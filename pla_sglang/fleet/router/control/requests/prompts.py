@@ -8,6 +8,7 @@ estimated: tokenizing a long text would hold up all others, and its class is bey
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -195,6 +196,7 @@ def _start_of_prompt(body: bytes, endpoint: Endpoint) -> int:
     return min((place for place in places if place >= 0), default=0)
 
 
+@functools.lru_cache(maxsize=1)
 def load_tokenizer(name: str) -> Encode | None:
     """The tokenizer of a local model folder; None where there is none that can be read without its framework."""
     path = Path(name)

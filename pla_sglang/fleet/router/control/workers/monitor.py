@@ -23,10 +23,11 @@ from pla_sglang.fleet.router.control.workers.health import Health, ProbeResult
 from pla_sglang.fleet.router.control.workers.instance_client import InstanceClient
 from pla_sglang.fleet.router.control.workers.published_load import PublishedLoads
 from pla_sglang.fleet.router.control.workers.report_intake import NewReport, ReportIntake
+from pla_sglang.fleet.router.control.workers.state_file import SavedWorker
 from pla_sglang.fleet.router.control.workers.table import Worker, WorkerReason, WorkerState, WorkerTable
 from pla_sglang.fleet.router.control.workers.tasks import Tasks
 from pla_sglang.load.pull import Puller
-from pla_sglang.policy.interface.fleet import InstanceView
+from pla_sglang.policy.interface.fleet import InstanceView, Role
 from pla_sglang.policy.interface.prefill import PrefillClass
 
 logger = logging.getLogger(__name__)
@@ -202,13 +203,27 @@ class InstanceMonitor:
         if expected and said.identity != expected:
             self.restarted(worker)
         elif worker.description is None:
-            try:
-                self._on_description(said)
-            except ConfigError as error:  # it cannot serve like that, and its detail says why
-                logger.error("worker %s: %s", worker.view.name, error)
-                raise WorkerError(str(error)) from None
-            self._table.describe(worker, said, self._clock())
-            self._tell_classes()
+            self._enter_description(worker, said)
+
+    def _enter_description(self, worker: Worker, said: Description) -> None:
+        """Raises WorkerError."""
+        try:
+            self._on_description(said)
+        except ConfigError as error:  # it cannot serve like that, and its detail says why
+            logger.error("worker %s: %s", worker.view.name, error)
+            raise WorkerError(str(error)) from None
+        self._table.describe(worker, said, self._clock())
+        self._tell_classes()
+
+    def resume_worker(self, worker: Worker, said: Description, saved: SavedWorker) -> None:
+        """It was ready just now, for the former control plane, and the same process has said to this one what it is: it
+        gets requests at once, and is checked like all others."""
+        if saved.role:
+            worker.ordered_role = Role(saved.role)
+        with contextlib.suppress(WorkerError):
+            self._enter_description(worker, said)
+            worker.view.role_epoch = saved.role_epoch
+            self._health.on_probe(worker, ProbeResult.OK, self._clock())
 
     def restarted(self, worker: Worker) -> None:
         """Another process answers at the worker's address."""

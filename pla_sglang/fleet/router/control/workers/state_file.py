@@ -19,13 +19,22 @@ logger = logging.getLogger(__name__)
 
 
 class SavedWorker(msgspec.Struct, omit_defaults=True):
-    """One worker. ``identity`` is that of its process; another process gets another number."""
+    """One worker.
+
+    Attributes:
+        identity: that of its process; another process gets another number.
+        ready: it gets requests.
+        role, role_epoch: of a stateless instance.
+    """
 
     number: int
     url: str
     identity: str = ""
     draining: bool = False
     leaves: bool = False
+    ready: bool = False
+    role: str = ""
+    role_epoch: int = 0
 
 
 class SavedState(msgspec.Struct):

@@ -164,7 +164,10 @@ class Worker:
         """What outlives a restart of the router."""
         identity = self.expected_identity if self.description is None else self.description.identity
         draining = self.wants_drain or self.state is WorkerState.DRAINING
-        return SavedWorker(self.number, self.url, identity, draining, self.leaves)
+        saved = SavedWorker(self.number, self.url, identity, draining, self.leaves, self.is_ready())
+        if self.description is not None and not self.view.fixed_role:
+            saved.role, saved.role_epoch = self.view.role.value, self.view.role_epoch
+        return saved
 
     def to_row(self, now_s: float, ttft: TtftSums, step_times: str | None = None) -> WorkerRow:
         """For operators. ``ttft``: of the requests that were prefilled there; ``step_times``: see ``WorkerRow``."""
