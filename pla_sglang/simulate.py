@@ -49,6 +49,7 @@ from pla_sglang.sim.report.plan_page import make_plan_page
 from pla_sglang.sim.report.result_tables import show_capacities, show_runs
 from pla_sglang.sim.report.run_page import make_run_page
 from pla_sglang.sim.workload import TRACE_KINDS, AgenticKnobs, Arrivals, Trace, load_trace
+from pla_sglang.sim.workload.mapped import MAPPING, parse_columns
 
 COMMANDS = {  # each with what it takes instead of flags of another
     "run": "--rates",
@@ -82,6 +83,11 @@ class WorkloadConfig:
         f"{', '.join(TRACE_KINDS)}; default: found out from the file",
         allowed=Choice(TRACE_KINDS),
     )
+    columns: str | None = knob(
+        None,
+        "--columns MAPPING",
+        f"of a CSV file or JSON lines: {MAPPING}; units: s, ms, us, ns, iso; instead of --trace-kind",
+    )
     bad_rows: str = knob(
         "refuse", "--bad-rows {refuse,skip}", "rows that cannot be read", allowed=Choice(("refuse", "skip"))
     )
@@ -101,11 +107,14 @@ class WorkloadConfig:
 
     def read(self, seed: int) -> Trace:
         """Raises TraceError."""
+        if self.columns is not None and self.trace_kind is not None:
+            raise ConfigError("--columns and --trace-kind contradict each other: allowed: one of them")
         arrivals = Arrivals(self.sessions_per_s, random.Random(seed))
         bad_rows: Literal["refuse", "skip"] = "skip" if self.bad_rows == "skip" else "refuse"
         trace = load_trace(
             self.trace,
             kind=self.trace_kind,
+            columns=None if self.columns is None else parse_columns(self.columns),
             bad_rows=bad_rows,
             sort=self.sort,
             arrivals=arrivals,

@@ -22,6 +22,7 @@ from support.serving import until
 
 from bench.__main__ import main as run_bench
 from pla_sglang.predictor.__main__ import main as run_predictor
+from pla_sglang.sim.workload.mapped import parse_columns
 
 TAGS = {"bash", "text", "python", "json", "promql"}
 SERVER, ROUTER = "pla_sglang.launch_server", "pla_sglang.launch_router"
@@ -135,8 +136,11 @@ def test_the_predictor_takes_the_arguments(command: Command) -> None:
 @pytest.mark.parametrize("command", commands_of(SIMULATE), ids=str)
 def test_the_simulator_runs(command: Command, tmp_path: Path) -> None:
     rows = [f"{number / 8},{200 + 37 * number % 900},{4 + number % 9}" for number in range(40)]
-    trace = tmp_path / "small.csv"
-    trace.write_text("\n".join(["arrival_s,input_tokens,output_tokens", *rows]), encoding="utf-8")
+    trace, header = tmp_path / "small.csv", ("arrival_s", "input_tokens", "output_tokens")
+    if "--columns" in command.arguments:
+        mapping = parse_columns(command.arguments[command.arguments.index("--columns") + 1])
+        header = (*mapping.arrival.names, *mapping.input.names, *mapping.output.names)
+    trace.write_text("\n".join([",".join(header), *rows]), encoding="utf-8")
     words = [str(trace) if ".csv" in word else word for word in command.arguments]
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(

@@ -51,7 +51,7 @@ def load_plain(path: Path, *, bad_rows: BadRows = "refuse", sort: bool = False) 
             hash_ids=mine,
         )
 
-    _read(path, PLAIN_HEADER, columns, one)
+    read_rows(path, PLAIN_HEADER, columns, one)
     if ids is not None and next(ids, None) is not None:
         raise TraceError(f"{path}: its file of block ids has more lines than it has rows")
     return columns.trace()
@@ -63,12 +63,12 @@ def load_azure(path: Path, *, bad_rows: BadRows = "refuse", sort: bool = False) 
 
     def one(row: Row) -> None:
         columns.add(
-            _wall_clock_s(row["TIMESTAMP"]),
+            wall_clock_s(row["TIMESTAMP"]),
             whole_number(row["ContextTokens"], "ContextTokens"),
             whole_number(row["GeneratedTokens"], "GeneratedTokens"),
         )
 
-    _read(path, AZURE_HEADER, columns, one)
+    read_rows(path, AZURE_HEADER, columns, one)
     return columns.trace()
 
 
@@ -88,12 +88,12 @@ def load_burstgpt(path: Path, *, bad_rows: BadRows = "refuse", sort: bool = Fals
         arrival = number(row["Timestamp"], "Timestamp")
         columns.add(arrival, whole_number(row["Request tokens"], "Request tokens"), response)
 
-    _read(path, BURSTGPT_HEADER, columns, one)
+    read_rows(path, BURSTGPT_HEADER, columns, one)
     return columns.trace()
 
 
-def _read(path: Path, header: tuple[str, ...], columns: Columns, one: Callable[[Row], None]) -> None:
-    """Calls ``one`` for each row; refused rows go to ``columns.bad``."""
+def read_rows(path: Path, header: tuple[str, ...], columns: Columns, one: Callable[[Row], None]) -> None:
+    """Calls ``one`` for each row; refused rows go to ``columns.bad``. Raises TraceError for a lacking column."""
     rows = read_csv_rows(path, columns)
     _, names = next(rows, (0, []))
     missing = [name for name in header if name not in names]
@@ -149,7 +149,7 @@ def read_csv_rows(path: Path, columns: Columns | None = None) -> Iterator[tuple[
             yield line, fields
 
 
-def _wall_clock_s(text: str | None) -> Decimal:
+def wall_clock_s(text: str | None, what: str = "TIMESTAMP") -> Decimal:
     """Seconds since 1970 of ``2023-11-16 18:15:46.6805900``, with all its digits; without a time zone it is UTC."""
     found = _WALL_CLOCK.fullmatch(text or "")
     try:
@@ -161,7 +161,7 @@ def _wall_clock_s(text: str | None) -> Decimal:
             at_s -= int(f"{sign}1") * (int(hours) * 3600 + int(minutes) * 60)
         return at_s + Decimal(f"0.{fraction or 0}")
     except (ValueError, OverflowError):
-        raise RowError(f"TIMESTAMP is {shorten(text)}; allowed: like 2023-11-16 18:15:46.68") from None
+        raise RowError(f"{what} is {shorten(text)}; allowed: like 2023-11-16 18:15:46.68") from None
 
 
 def _block_ids_beside(path: Path) -> Iterator[tuple[Id, ...]] | None:

@@ -25,18 +25,23 @@ def estimate_tokens(text: str) -> int:
 
 
 def load_mooncake(path: Path, *, bad_rows: BadRows = "refuse", sort: bool = False) -> Trace:
-    """Mooncake JSONL: ``timestamp`` (ms), ``input_length``, ``output_length``, ``hash_ids`` (blocks of 512 tokens)."""
+    """Mooncake JSONL: ``timestamp`` (ms), ``input_length``, ``output_length``, ``hash_ids`` (blocks of 512 tokens).
+
+    A file without ``hash_ids``, as AIPerf takes it too, has requests that share nothing.
+    """
     columns = Columns(path.name, bad_rows, sort)
     for line, record in read_json_lines(path, columns):
         try:
             ids = record.get("hash_ids")
-            if not isinstance(ids, list):
+            if not isinstance(ids, list) and (ids is not None or columns.hash_ids):
                 raise RowError("no hash_ids")
+            if ids is not None and len(columns.hash_ids) < len(columns.arrival_s):
+                raise RowError("hash_ids in some rows only")
             columns.add(
                 number(record.get("timestamp"), "timestamp") / 1000,
                 whole_number(record.get("input_length"), "input_length"),
                 whole_number(record.get("output_length"), "output_length"),
-                hash_ids=tuple(read_id(one, "hash id") for one in ids),
+                hash_ids=None if ids is None else tuple(read_id(one, "hash id") for one in ids),
             )
         except RowError as error:
             columns.bad(line, str(error))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-from pla_sglang.common.reading import open_text, refuse_unreadable
+from pla_sglang.common.reading import open_text, refuse_unreadable, shorten
 from pla_sglang.sim.workload.agentic import AgenticKnobs, load_agentic
 from pla_sglang.sim.workload.csv_formats import (
     AZURE_HEADER,
@@ -18,10 +18,11 @@ from pla_sglang.sim.workload.csv_formats import (
 )
 from pla_sglang.sim.workload.generate import Arrivals
 from pla_sglang.sim.workload.json_formats import load_lmsys, load_mooncake, load_sharegpt
+from pla_sglang.sim.workload.mapped import TOOL_COLUMNS, ColumnMap, load_mapped
 from pla_sglang.sim.workload.rows import BadRows
 from pla_sglang.sim.workload.trace import Trace, TraceError
 
-TRACE_KINDS = ("plain", "azure", "burstgpt", "mooncake", "sharegpt", "lmsys", "agentic")
+TRACE_KINDS = ("plain", "azure", "burstgpt", "mooncake", "sharegpt", "lmsys", "agentic", *TOOL_COLUMNS)
 WITHOUT_TIMES = ("sharegpt", "lmsys", "agentic")
 MARKS = (
     ("agentic", '"hash_id_scope"'),
@@ -29,6 +30,9 @@ MARKS = (
     ("sharegpt", '"conversations"'),
     ("lmsys", '"conversation"'),
     ("mooncake", '"input_length"'),
+    ("aiperf", '"request_start_ns"'),
+    ("access-log", '"first_byte_ms"'),
+    ("inference-perf", '"start_time"'),
 )
 HEAD_CHARACTERS = 1 << 16
 
@@ -37,6 +41,7 @@ def load_trace(
     path: str | Path,
     *,
     kind: str | None = None,
+    columns: ColumnMap | None = None,
     bad_rows: BadRows = "refuse",
     sort: bool = False,
     arrivals: Arrivals | None = None,
@@ -45,6 +50,7 @@ def load_trace(
     """A trace from a file, compressed with gzip or not; its times count from its first request.
 
     Args:
+        columns: what the columns of a table are called; instead of ``kind``.
         kind: one of ``TRACE_KINDS``; None: detected from the head of the file.
         bad_rows: "refuse" raises at the first bad row, "skip" skips such rows and lists them in ``skipped``.
         sort: sort rows by arrival instead of treating them as bad.
@@ -57,6 +63,8 @@ def load_trace(
     path = Path(path)
     if not path.is_file():
         raise TraceError(f"trace file {path} does not exist")
+    if columns is not None:
+        return load_mapped(path, columns, bad_rows=bad_rows, sort=sort).require_requests()
     kind = kind or guess_kind(path)
     if kind not in TRACE_KINDS:
         raise TraceError(f"trace kind {kind!r} is not known; allowed: {', '.join(TRACE_KINDS)}")
@@ -66,6 +74,8 @@ def load_trace(
             return load_agentic(path, arrivals=times, bad_rows=bad_rows, knobs=agentic).require_requests()
         talks = load_sharegpt if kind == "sharegpt" else load_lmsys
         return talks(path, arrivals=times, bad_rows=bad_rows).require_requests()
+    if kind in TOOL_COLUMNS:  # which write a line at the end of a request
+        return load_mapped(path, TOOL_COLUMNS[kind], bad_rows=bad_rows, sort=True).require_requests()
     loader = {"plain": load_plain, "azure": load_azure, "burstgpt": load_burstgpt, "mooncake": load_mooncake}[kind]
     return loader(path, bad_rows=bad_rows, sort=sort).require_requests()
 
@@ -85,4 +95,7 @@ def guess_kind(path: Path) -> str:
     for kind, header in (("plain", PLAIN_HEADER), ("azure", AZURE_HEADER), ("burstgpt", BURSTGPT_HEADER)):
         if set(names).issuperset(header):
             return kind
-    raise TraceError(f"{path}: format not recognised; name it with kind: {', '.join(TRACE_KINDS)}")
+    raise TraceError(
+        f"{path}: format not recognised (columns: {shorten(', '.join(names), 200)}); allowed: {', '.join(TRACE_KINDS)} "
+        "(kind; --trace-kind), or a mapping of its columns (--columns)"
+    )

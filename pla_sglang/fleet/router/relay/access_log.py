@@ -70,6 +70,7 @@ class AccessLog:
 
 def log_entry(ask: Ask, assign: Assign | None, ended: Completed, unix_s: float, *, attempts: int) -> dict[str, object]:
     """What is logged. ``unix_s``: wall-clock time of the end. ``attempts``: number of the last one."""
+    exact = ask.exact_tokens or (ask.prompts == 1 and ended.input_tokens is not None)
     first = None if ended.first_s is None else round((ended.first_s - ask.arrived_s) * 1e3, 3)
     return {
         "at_s": round(unix_s, 3),
@@ -83,6 +84,8 @@ def log_entry(ask: Ask, assign: Assign | None, ended: Completed, unix_s: float, 
         "body_bytes": ask.body_bytes,
         "output_bytes": ended.output_bytes,
         "events": ended.events,
+        "input_tokens": ask.input_tokens if ask.exact_tokens or not exact else ended.input_tokens,
+        "exact_input": exact,
         "output_tokens": ended.output_tokens,
         "exact_tokens": ended.exact_tokens,
         "prefill": None if assign is None else assign.prefill,

@@ -270,6 +270,7 @@ class ForwardedResponse:
             output_tokens=self.events if tokens is None else tokens,
             exact_tokens=tokens is not None,
             cached_tokens=None if self._tokens is None else self._tokens.count_cached(),
+            input_tokens=None if self._tokens is None else self._tokens.count_input(),
         )
 
     def keep_refusal(self, status: int, message: str = "") -> None:

@@ -22,6 +22,7 @@ TAIL_BYTES = 4096  # of each piece
 LINE_BYTES = 1 << 20  # kept of an event whose end has not come
 _COUNT = re.compile(rb'"(?:completion|output)_tokens":\s*([0-9]{1,9})(?=[^0-9])')
 _CACHED = re.compile(rb'"cached_tokens":\s*([0-9]{1,9})(?=[^0-9])')
+_PROMPT = re.compile(rb'"(?:prompt|input)_tokens":\s*([0-9]{1,9})(?=[^0-9])')
 _COUNT_BYTES = 64  # a match is shorter
 _INDEXED = re.compile(_COUNT.pattern + rb'[^\n]*"index":\s*([0-9]{1,6})\}')
 _TOTAL = re.compile(rb'"choices":\s*\[\][^\n]*' + _COUNT.pattern)
@@ -43,21 +44,28 @@ class ResponseTokens:
         """Tokens of the prompt that were cached, with several answers of one; None: the instance has not said."""
         return None
 
+    def count_input(self) -> int | None:
+        """Tokens of the prompt, of several one; None: the instance has not said."""
+        return None
+
 
 class WholeResponse(ResponseTokens):
     """An answer that is no stream: the sum over what it says, as /generate answers a batch with a list."""
 
-    __slots__ = ("_cached", "_rest", "_tokens")
+    __slots__ = ("_cached", "_input", "_rest", "_tokens")
 
     def __init__(self) -> None:
         self._rest = b""
         self._tokens: int | None = None
         self._cached: int | None = None  # as the first one says
+        self._input: int | None = None  # likewise
 
     def feed(self, data: bytes) -> None:
         data = self._rest + data if self._rest else data
         if self._cached is None and (found := _CACHED.search(data)) is not None:
             self._cached = int(found[1])
+        if self._input is None and (found := _PROMPT.search(data)) is not None:
+            self._input = int(found[1])
         end = 0
         for match in _COUNT.finditer(data):
             self._tokens = (self._tokens or 0) + int(match[1])
@@ -69,6 +77,9 @@ class WholeResponse(ResponseTokens):
 
     def count_cached(self) -> int | None:
         return self._cached
+
+    def count_input(self) -> int | None:
+        return self._input
 
 
 class StreamTail(ResponseTokens):
@@ -92,7 +103,13 @@ class StreamTail(ResponseTokens):
         return int(counts[-1]) if counts else None
 
     def count_cached(self) -> int | None:
-        found = _CACHED.search(b"".join(self._pieces)) if self._pattern is _COUNT else None
+        return self._find(_CACHED)
+
+    def count_input(self) -> int | None:
+        return self._find(_PROMPT)
+
+    def _find(self, pattern: re.Pattern[bytes]) -> int | None:
+        found = pattern.search(b"".join(self._pieces)) if self._pattern is _COUNT else None
         return None if found is None else int(found[1])
 
 

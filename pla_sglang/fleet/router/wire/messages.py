@@ -160,6 +160,7 @@ class Completed(Message, frozen=True):
         output_tokens: over all answers to the request, as the instance says; without ``exact_tokens`` it has not said,
             and this is ``events``.
         cached_tokens: of the prompt, as the instance says; None: it has not said. With several answers that of one.
+        input_tokens: likewise, of the whole prompt.
     """
 
     rid: str
@@ -175,6 +176,7 @@ class Completed(Message, frozen=True):
     output_tokens: int = 0
     exact_tokens: bool = False
     cached_tokens: int | None = None
+    input_tokens: int | None = None
 
 
 class Failure(Message, frozen=True):
