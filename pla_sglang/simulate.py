@@ -4,6 +4,7 @@
     simulate --trace FILE --compare a,b,c --rates 4,8,16 --jobs 2   a sweep
     simulate find-capacity --trace FILE --compare a,b               the highest rate that keeps the target
     simulate find-instances --trace FILE --rate 30 --target 0.99    the fewest instances that keep it
+    simulate --trace RECORDING --policy NAME ...                    what a router's recording would have met with it
     simulate lower-bound --trace FILE --target 0.99                 the fewest GPU hours of any autoscaler
 
 Prints a table. Where stdout is no terminal, or with --json, the last line is one JSON object. Ctrl-C shows the runs
@@ -12,6 +13,7 @@ that are finished, and ends with status 130.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import functools
 import math
@@ -27,9 +29,11 @@ from typing import Any, Literal
 from rich.console import Console
 
 from pla_sglang.common import cli, terminal
-from pla_sglang.common.checks import Choice, Range, check_fields, knob, plain
+from pla_sglang.common.checks import Choice, Range, check_fields, declared_fields, knob, plain
 from pla_sglang.common.console import TableConsole, progress_bar
 from pla_sglang.common.errors import ConfigError
+from pla_sglang.policy_packages import find_policy
+from pla_sglang.recording.rows import RecordError
 from pla_sglang.sim.core.errors import SimError
 from pla_sglang.sim.core.experiment import Experiment, ExperimentResult
 from pla_sglang.sim.core.sweep import iterate_capacities, iterate_runs
@@ -41,6 +45,8 @@ from pla_sglang.sim.planning.plan import check_task, make_plan, plan_forms
 from pla_sglang.sim.planning.result import FleetRow
 from pla_sglang.sim.planning.table import show_plan
 from pla_sglang.sim.planning.task import INSTANCES_MOST, PlanTask
+from pla_sglang.sim.planning.what_if import experiment_of, predict_all, replay_recorded
+from pla_sglang.sim.planning.what_if_table import as_json, show_what_if
 from pla_sglang.sim.report import files
 from pla_sglang.sim.report.capacity_page import make_capacity_page
 from pla_sglang.sim.report.lower_bound_page import make_lower_bound_page
@@ -50,6 +56,7 @@ from pla_sglang.sim.report.result_tables import show_capacities, show_runs
 from pla_sglang.sim.report.run_page import make_run_page
 from pla_sglang.sim.workload import TRACE_KINDS, AgenticKnobs, Arrivals, Trace, load_trace
 from pla_sglang.sim.workload.mapped import MAPPING, parse_columns
+from pla_sglang.sim.workload.recorded import RecordedRun, is_recording, read_run
 
 COMMANDS = {  # each with what it takes instead of flags of another
     "run": "--rates",
@@ -69,6 +76,10 @@ FLAGS_FOR = {  # flags that are not for every command
 COUNT = Range(1)
 RATE = Range(0, unit="requests/s", above=True)
 SHARE = Range(0, 1, above=True)
+# What cuts or reads a trace, and files that only runs write.
+NOT_OF_RECORDINGS = frozenset(
+    ("window", "head", "sort", "bad-rows", "columns", "trace-kind", "sessions-per-s", "report", "out")
+)
 MOST_REASONS = 10  # each may name the value of one row
 
 
@@ -369,6 +380,52 @@ def bound_below(config: SimulateConfig, trace: Trace, console: Console, *, floor
     return summary
 
 
+def read_recording(argv: Sequence[str] | None) -> RecordedRun | None:
+    """What ``--trace`` names, if it is a recording. Raises RecordError, TraceError."""
+    peek = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    peek.add_argument("--trace", type=Path)
+    try:
+        path = peek.parse_known_args(argv)[0].trace
+    except (argparse.ArgumentError, SystemExit):
+        return None  # the parser of all flags says what is wrong
+    return read_run(path) if path is not None and is_recording(path) else None
+
+
+def recorded_flags(recorded: RecordedRun) -> dict[str, str]:
+    """The recorded setting, for flags that need a value."""
+    setup = recorded.header.setup
+    targets = {f"slo-{name}-ms": f"{1e3 * setup.get(f'{name}_slo_s', math.inf):g}" for name in ("ttft", "tpot")}
+    return {"policy": recorded.header.policy, "profile": recorded.header.profile, **targets}
+
+
+def what_if(config: SimulateConfig, recorded: RecordedRun, given: set[str], console: Console) -> dict[str, Any]:
+    """The recorded fleet, and the one that the flags in ``given`` make of it; returns the last line.
+
+    Raises ConfigError, RecordError outside of what was recorded.
+    """
+    if refused := given & NOT_OF_RECORDINGS:
+        raise ConfigError(f"--{min(refused)} is not for a recording, which is replayed as it was served")
+    base = experiment_of(recorded)
+    others = [change_fleet(base, asked, given) for asked in config.experiments("run")]
+    with console.status("the recorded fleet") as status:
+        known = replay_recorded(recorded, base)
+        others = [other for other in others if other != base]
+        answers = predict_all(known, others, lambda what: status.update(what))
+    show_what_if(known, others, answers, TableConsole(160))
+    return {**setting("what-if", config, recorded.trace), "what_if": as_json(known, others, answers), "complete": True}
+
+
+def change_fleet(base: Experiment, asked: Experiment, given: set[str]) -> Experiment:
+    """``base`` with the flags in ``given`` as ``asked`` has them; stateless where the policy changes roles."""
+    names = {cli.key_of(declared.knob.name): declared.field.name for declared in declared_fields(Experiment)}
+    changes: dict[str, Any] = {field: getattr(asked, field) for key, field in names.items() if key in given}
+    targets = {f"{name}_s": getattr(asked.slo, f"{name}_s") for name in ("ttft", "tpot") if f"slo-{name}-ms" in given}
+    changes |= {"policy": asked.policy, "rate_per_s": asked.rate_per_s, "slo": dataclasses.replace(base.slo, **targets)}
+    if find_policy(asked.policy).flips and not base.stateless:
+        changes |= {"stateless": True, "migrates": True}
+    return dataclasses.replace(base, **changes)
+
+
 def refuse_contradictions(command: str, flags: set[str]) -> None:
     """``flags``: keys of those on the command line; a file may hold all of them. Raises ConfigError."""
     if {"policy", "compare"} <= flags:
@@ -388,10 +445,16 @@ def run_command(argv: Sequence[str] | None) -> int:
     try:
         parser = cli.make_parser(SimulateConfig, "simulate", __doc__)
         parser.add_argument("command", nargs="?", default="run", choices=COMMANDS)
-        parsed = cli.parse(parser, argv, SimulateConfig, defaults={"policy": "arrow"})
+        recorded = read_recording(argv)
+        defaults = {"policy": "arrow"} if recorded is None else recorded_flags(recorded)
+        parsed = cli.parse(parser, argv, SimulateConfig, defaults=defaults)
         command, config = parsed.options.command, parsed.config
         refuse_contradictions(command, cli.typed_flags(parsed.options))
         terminal.output.as_json = config.json
+        if recorded is not None and command == "run":
+            given = set(cli.read_settings(parsed.options, SimulateConfig).given)
+            terminal.print_result(what_if(config, recorded, given, console))
+            return 0
         terminal.require_file_path("--report", config.report)
         terminal.require_folder_path("--out", config.out)
         if config.report is not None or config.out is not None:
@@ -407,9 +470,9 @@ def run_command(argv: Sequence[str] | None) -> int:
             last = find_instances(config, trace, console, forms=config.forms(policy_named=policy_named))
         else:
             last = run(config, trace, console) if command == "run" else find(config, trace, console)
-    except (ConfigError, SimError) as error:
+    except (ConfigError, SimError, RecordError) as error:
         print(f"simulate: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
+        return 1 if isinstance(error, SimError) and not isinstance(error, ConfigError) else 2
     terminal.print_result(last)
     if not last["complete"]:
         return terminal.EXIT_INTERRUPTED

@@ -12,6 +12,7 @@ _ALL = (
     Bench("check.emulation", "6 min", "engines", results="emulated"),
     Bench("check.fidelity", "35 min", "engines, traces", results="emulated"),
     Bench("check.find_instances_live", "35 min", "engines, traces", results="emulated"),
+    Bench("check.what_if", "10 min", "engines, traces", results="emulated"),
     Bench("check.flips", "30 min", "engines", results="emulated"),
     Bench("check.hops.bench", "35 min", "engines", results="emulated"),
     Bench("check.overload_router", "15 min", "engines", results="emulated"),

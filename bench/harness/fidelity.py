@@ -19,6 +19,7 @@ from pla_sglang.common.errors import ConfigError
 from pla_sglang.sim.core.experiment import Experiment, run_experiment
 from pla_sglang.sim.core.host import HostKnobs
 from pla_sglang.sim.metrics.goodput import Served, Slo, goodput, quantile
+from pla_sglang.sim.planning.what_if import fit_host
 from pla_sglang.sim.workload.trace import Trace
 
 Floats = npt.NDArray[np.float64]
@@ -103,22 +104,6 @@ def compare_runs(live: Served, simulated: Served, slo: Slo) -> dict[str, float]:
 
 def _relative(guess: float, truth: float) -> float:
     return guess / truth - 1 if truth else math.nan
-
-
-def fit_host(live: Served, simulated: Served, *, pairs: bool) -> HostKnobs:
-    """Constants out of lone requests, one after the other: medians of what the simulator without constants lacks.
-
-    What a pair lacks until its first token is divided equally between the way in, the handshake and the hand-off: on
-    idle engines only their sum can be seen. Raises ConfigError where the runs differ in requests, or have none.
-    """
-    compare_runs(live, simulated, Slo(math.inf, math.inf))
-    first_s = max(0.0, quantile(live.ttft_s() - simulated.ttft_s(), 50))
-    step_s = max(0.0, quantile(live.tpot_s() - simulated.tpot_s(), 50))
-    way_s = max(0.0, first_s - step_s)  # the prefill pass has its share of what every pass takes longer
-    if not pairs:
-        return HostKnobs(overlap=True, front_s=way_s, step_s=step_s)
-    part_s = way_s / 3
-    return HostKnobs(overlap=True, room_first=True, front_s=part_s, handshake_s=part_s, handoff_s=part_s, step_s=step_s)
 
 
 def compare_points(points: Points, slo: Slo) -> dict[str, dict[str, float]]:

@@ -25,7 +25,7 @@ from pla_sglang.policy.interface.decisions import (
 
 SET_ROLE = "set_role"
 # 1: without the epochs of roles; 2: without running requests; 3: without moves; 4: without step times and caches;
-# 5: without the ends of requests and the time of day.
+# 5: without the ends of requests, the time of day and the engines.
 VERSION = 6
 
 
@@ -37,6 +37,20 @@ class Row(msgspec.Struct, tag_field="type", tag=str.lower, omit_defaults=True):
     """Base of all lines."""
 
 
+class RecordedEngine(msgspec.Struct, omit_defaults=True):
+    """How the engines were started, as the first one says: what a simulation of the fleet needs beside the setup.
+
+    ``order``: of prefills, ``temporal`` or SGLang's ``--schedule-policy``. ``chunk_tokens``: None: prompts are not cut.
+    """
+
+    order: str = "fcfs"
+    chunk_tokens: int | None = None
+    mixed: bool = False
+    slots: int | None = None
+    decode_interval: int = 0
+    deadlines: str = "advise"
+
+
 class Header(Row):
     """The policy's construction.
 
@@ -46,6 +60,7 @@ class Header(Row):
         device_time: all times are those of the device; else, as policies once had them, of the wall, and the steps of
             the profile are to be taken ``time_scale`` times as long.
         clock_start_s: when the clock of the wall was 0, in seconds since 1970 (UTC); None: it is not known.
+        engine: None in recordings of former versions.
     """
 
     policy: str
@@ -55,6 +70,7 @@ class Header(Row):
     version: int = 1
     device_time: bool = False
     clock_start_s: float | None = None
+    engine: RecordedEngine | None = None
 
 
 class Views(Row):

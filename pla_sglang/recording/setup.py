@@ -12,12 +12,12 @@ from pla_sglang.recording.rows import VERSION, Header, RecordError
 _PLAIN = frozenset(field.name for field in dataclasses.fields(Setup)) - {"steps"}
 
 
-def header_of(policy: str, profile: str, time_scale: float, setup: Setup, clock_start_s: float | None = None) -> Header:
+def header_of(policy: str, profile: str, time_scale: float, setup: Setup) -> Header:
     """Raises RecordError if ``setup`` contains an object that cannot be written to a file."""
     plain = {name: getattr(setup, name) for name in sorted(_PLAIN)}
     if not isinstance(plain["forecaster"], str):
         raise RecordError("only forecasters that have a name can be recorded")
-    return Header(policy, profile, plain, time_scale, version=VERSION, device_time=True, clock_start_s=clock_start_s)
+    return Header(policy, profile, plain, time_scale, version=VERSION, device_time=True)
 
 
 def setup_of(header: Header) -> Setup:

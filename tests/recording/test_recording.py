@@ -23,7 +23,7 @@ from pla_sglang.policy.slo.mixed_batches import START
 from pla_sglang.profiles.load import load_profile
 from pla_sglang.profiles.scaled import load_scaled
 from pla_sglang.recording.file import RecordWriter, read
-from pla_sglang.recording.rows import RecordError
+from pla_sglang.recording.rows import VERSION, RecordError
 from pla_sglang.recording.setup import header_of, setup_of
 from pla_sglang.recording.views import Differ, restore
 from pla_sglang.sim.core.parity import Parity
@@ -98,7 +98,7 @@ def test_a_recording_from_before_caches_were_known_can_be_read(tmp_path: Path) -
     path = tmp_path / "run.jsonl"
     record(path, "least-tokens")
     text = re.sub(r',?"(kv_cached_tokens|evicted_next_s)":(null|[-0-9.e]+)', "", path.read_text(encoding="utf-8"))
-    path.write_text(text.replace("{,", "{").replace('"version":6', '"version":4'), encoding="utf-8")
+    path.write_text(text.replace("{,", "{").replace(f'"version":{VERSION}', '"version":4'), encoding="utf-8")
     _, result = replay_file(path)
     assert result.identical_share == 1.0, result.differences
 
@@ -199,7 +199,7 @@ def test_the_last_line_is_the_result(tmp_path: Path, capsys: pytest.CaptureFixtu
     ("old", "new", "message"),
     [
         ('"type":"header"', '"type":"views"', "line 1"),
-        ('"version":6', '"version":9', "version 9"),
+        (f'"version":{VERSION}', '"version":9', "version 9"),
         ('"type":"dispatched"', '"type":"nothing"', "line"),
         ('"rid":"r3"', '"rid":"r9999"', "does not fit"),
         ('"queued_tokens"', '"queued_tonkes"', "does not fit"),

@@ -23,6 +23,7 @@ from pla_sglang.load.step_times import FittedModels
 from pla_sglang.plugin.config import DOPD
 from pla_sglang.policy.interface.fleet import InstanceKind, LoadAmounts
 from pla_sglang.policy.interface.prefill import PrefillClass
+from pla_sglang.recording.rows import RecordedEngine
 
 KINDS = {"null": InstanceKind.UNIFIED, "prefill": InstanceKind.PREFILL, "decode": InstanceKind.DECODE}
 HANDS_OVER = frozenset({InstanceKind.PREFILL, InstanceKind.STATELESS})
@@ -96,6 +97,7 @@ class Description:
         most_input_tokens: a prompt must be shorter; None: it does not say, or cuts longer ones.
         adapters: names of the LoRA adapters that it began with; None: it serves none.
         load_ports: at which its ranks publish their load, as stock SGLang can; empty: they do not.
+        engine: how it was started, for recordings.
     """
 
     kind: InstanceKind
@@ -127,6 +129,7 @@ class Description:
     most_input_tokens: int | None = None
     adapters: frozenset[str] | None = frozenset()
     load_ports: range = range(0)
+    engine: RecordedEngine | None = None
 
 
 def describe(info: Mapping[str, Any], model: Mapping[str, Any] | None = None) -> Description:
@@ -172,11 +175,23 @@ def describe(info: Mapping[str, Any], model: Mapping[str, Any] | None = None) ->
             most_input_tokens=None if info.get("allow_auto_truncate") else _positive(info.get("max_req_input_len")),
             adapters=_adapters(info),
             load_ports=_load_ports(info),
+            engine=_engine(info, config),
         )
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, msgspec.ValidationError) as error:
         # Its text may quote the instance's answer, which has secrets; that of a KeyError is the name that is missing.
         what = hide_in_text(repr(error)) if isinstance(error, KeyError) else type(error).__name__
         raise WorkerError(f"/server_info is not as expected: {what}", status=502) from None
+
+
+def _engine(info: Mapping[str, Any], config: Mapping[str, Any]) -> RecordedEngine:
+    return RecordedEngine(
+        order="temporal" if config.get("prefill_disagg") == "temporal" else str(info.get("schedule_policy") or "fcfs"),
+        chunk_tokens=_chunk_tokens(info),
+        mixed=bool(info.get("enable_mixed_chunk")),
+        slots=_positive(info.get("max_running_requests")),
+        decode_interval=_positive(info.get("prefill_decode_interval")) or 0,
+        deadlines=str(config.get("deadlines") or "advise"),
+    )
 
 
 def _chunk_tokens(info: Mapping[str, Any]) -> int | None:
