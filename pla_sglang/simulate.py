@@ -42,6 +42,7 @@ from pla_sglang.sim.planning.forms import FleetForm, default_forms, parse_forms
 from pla_sglang.sim.planning.lower_bound import BoundTask, find_lower_bound
 from pla_sglang.sim.planning.lower_bound_table import show_bound
 from pla_sglang.sim.planning.plan import check_task, make_plan, plan_forms
+from pla_sglang.sim.planning.recorded import RecordedRun, is_recording, read_run
 from pla_sglang.sim.planning.result import FleetRow
 from pla_sglang.sim.planning.table import show_plan
 from pla_sglang.sim.planning.task import INSTANCES_MOST, PlanTask
@@ -56,7 +57,6 @@ from pla_sglang.sim.report.result_tables import show_capacities, show_runs
 from pla_sglang.sim.report.run_page import make_run_page
 from pla_sglang.sim.workload import TRACE_KINDS, AgenticKnobs, Arrivals, Trace, load_trace
 from pla_sglang.sim.workload.mapped import MAPPING, parse_columns
-from pla_sglang.sim.workload.recorded import RecordedRun, is_recording, read_run
 
 COMMANDS = {  # each with what it takes instead of flags of another
     "run": "--rates",
@@ -76,10 +76,8 @@ FLAGS_FOR = {  # flags that are not for every command
 COUNT = Range(1)
 RATE = Range(0, unit="requests/s", above=True)
 SHARE = Range(0, 1, above=True)
-# What cuts or reads a trace, and files that only runs write.
-NOT_OF_RECORDINGS = frozenset(
-    ("window", "head", "sort", "bad-rows", "columns", "trace-kind", "sessions-per-s", "report", "out")
-)
+# What cuts a trace, or says how it is read.
+NOT_OF_RECORDINGS = frozenset(("window", "head", "sort", "bad-rows", "columns", "trace-kind", "sessions-per-s"))
 MOST_REASONS = 10  # each may name the value of one row
 
 
@@ -403,8 +401,8 @@ def what_if(config: SimulateConfig, recorded: RecordedRun, given: set[str], cons
 
     Raises ConfigError, RecordError outside of what was recorded.
     """
-    if refused := given & NOT_OF_RECORDINGS:
-        raise ConfigError(f"--{min(refused)} is not for a recording, which is replayed as it was served")
+    if config.report is not None or config.out is not None:
+        raise ConfigError("--report and --out are not for a what-if; its last line has all figures (--json)")
     base = experiment_of(recorded)
     others = [change_fleet(base, asked, given) for asked in config.experiments("run")]
     with console.status("the recorded fleet") as status:
@@ -451,8 +449,10 @@ def run_command(argv: Sequence[str] | None) -> int:
         command, config = parsed.options.command, parsed.config
         refuse_contradictions(command, cli.typed_flags(parsed.options))
         terminal.output.as_json = config.json
+        given = set(cli.read_settings(parsed.options, SimulateConfig).given)
+        if recorded is not None and (refused := given & NOT_OF_RECORDINGS):
+            raise ConfigError(f"--{min(refused)} is not for a recording, which is taken as it was served")
         if recorded is not None and command == "run":
-            given = set(cli.read_settings(parsed.options, SimulateConfig).given)
             terminal.print_result(what_if(config, recorded, given, console))
             return 0
         terminal.require_file_path("--report", config.report)
@@ -460,8 +460,7 @@ def run_command(argv: Sequence[str] | None) -> int:
         if config.report is not None or config.out is not None:
             require_libraries("--out" if config.report is None else "--report")
         with console.status(f"reading {config.workload.trace}"):
-            trace = config.workload.read(config.experiment.seed)
-        given = cli.read_settings(parsed.options, SimulateConfig).given
+            trace = config.workload.read(config.experiment.seed) if recorded is None else recorded.trace
         if command == "lower-bound":
             floor = config.experiment.instances_min if "instances-min" in given else 0
             last = bound_below(config, trace, console, floor=floor)

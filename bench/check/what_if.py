@@ -26,19 +26,19 @@ from bench.harness.steps import NoStepError, Row, Steps
 from pla_sglang.common.errors import ConfigError
 from pla_sglang.sim.core.live_case import LiveCase
 from pla_sglang.sim.metrics.goodput import Slo
+from pla_sglang.sim.planning.recorded import read_run
 from pla_sglang.sim.planning.what_if import FIGURES, experiment_of, figures_of, predict, replay_recorded
 from pla_sglang.sim.workload import Trace
-from pla_sglang.sim.workload.recorded import read_run
 
 ROUND_ROBIN, TOKENS = "unified-3/fcfs/round-robin", "unified-3/fcfs/least-tokens"
 TWO, TIGHT = "unified-2/fcfs/least-tokens", "unified-3/fcfs/combined/1000/80"
 SPLIT, TURNED, FOUR = (f"{layout}/fcfs/static-pd" for layout in ("2+1", "1+2", "2+2"))
 # Three of the policy, one of the targets and the policy, three of the fleet's size, two of the ratio, one of both.
 SWITCHES = (
-    f"{ROUND_ROBIN}>{TOKENS}@azure_conv@9,{TOKENS}>{ROUND_ROBIN}@azure_conv@9,{TOKENS}>{TIGHT}@azure_conv@9,"
-    f"{TIGHT}>{ROUND_ROBIN}@azure_conv@9,{TOKENS}>{TWO}@azure_conv@9,{TWO}>{TOKENS}@azure_conv@9,"
-    f"{SPLIT}>{TURNED}@azure_conv@6,{TURNED}>{SPLIT}@azure_conv@6,{SPLIT}>{FOUR}@azure_conv@6,"
-    f"{FOUR}>{TURNED}@azure_conv@6"
+    f"{ROUND_ROBIN}>{TOKENS}@azure_conv@10,{TOKENS}>{ROUND_ROBIN}@azure_conv@10,{TOKENS}>{TIGHT}@azure_conv@10,"
+    f"{TIGHT}>{ROUND_ROBIN}@azure_conv@10,{TOKENS}>{TWO}@azure_conv@10,{TWO}>{TOKENS}@azure_conv@10,"
+    f"{SPLIT}>{TURNED}@azure_conv@7,{TURNED}>{SPLIT}@azure_conv@7,{SPLIT}>{FOUR}@azure_conv@7,"
+    f"{FOUR}>{TURNED}@azure_conv@7"
 )
 
 
@@ -58,7 +58,8 @@ class Setting:
         try:
             if targets:
                 slo = Slo(*(float(target_ms) / 1e3 for target_ms in targets))
-            return cls(text, live_case(*fleet, workload), slo)
+            layout, engine, policy = fleet
+            return cls(text, live_case(layout, engine, policy, workload), slo)
         except (TypeError, ValueError):
             raise ConfigError(f"--cases: {text!r} is not LAYOUT/ENGINE/POLICY or that with /TTFT_MS/TPOT_MS") from None
 
@@ -93,7 +94,7 @@ def parse_case(text: str, traces: Mapping[str, Trace], options: Options) -> Swit
         raise ConfigError(f"--cases {text!r} needs --traces {workload}=FILE; given: {', '.join(traces)}")
     count = max(2, round(rate_per_s * options.duration_s))
     trace = cli.part(traces[workload], options.first, count).at_rate(rate_per_s)
-    return Switch(text, *(Setting.parse(one, workload) for one in (before, after)), workload, trace)
+    return Switch(text, Setting.parse(before, workload), Setting.parse(after, workload), workload, trace)
 
 
 # -- live --------------------------------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ from pla_sglang.sim.core.host import HostKnobs
 from pla_sglang.sim.core.upper_bound import longest_known_prefix_tokens
 from pla_sglang.sim.metrics.goodput import Served, Slo, goodput, quantile
 from pla_sglang.sim.planning.limits import lone_prefill_s
-from pla_sglang.sim.workload.recorded import RecordedRun
+from pla_sglang.sim.planning.recorded import RecordedRun
 
 Floats = npt.NDArray[np.float64]
 SPANS_MOST = 19  # an interval of 90 %

@@ -19,14 +19,12 @@ from pla_sglang.sim.workload.csv_formats import (
 from pla_sglang.sim.workload.generate import Arrivals
 from pla_sglang.sim.workload.json_formats import load_lmsys, load_mooncake, load_sharegpt
 from pla_sglang.sim.workload.mapped import TOOL_COLUMNS, ColumnMap, load_mapped
-from pla_sglang.sim.workload.recorded import MARK, read_run
 from pla_sglang.sim.workload.rows import BadRows
 from pla_sglang.sim.workload.trace import Trace, TraceError
 
-TRACE_KINDS = ("plain", "azure", "burstgpt", "mooncake", "sharegpt", "lmsys", "agentic", "recording", *TOOL_COLUMNS)
+TRACE_KINDS = ("plain", "azure", "burstgpt", "mooncake", "sharegpt", "lmsys", "agentic", *TOOL_COLUMNS)
 WITHOUT_TIMES = ("sharegpt", "lmsys", "agentic")
 MARKS = (
-    ("recording", MARK),
     ("agentic", '"hash_id_scope"'),
     ("agentic", '"think_time"'),
     ("sharegpt", '"conversations"'),
@@ -76,8 +74,6 @@ def load_trace(
             return load_agentic(path, arrivals=times, bad_rows=bad_rows, knobs=agentic).require_requests()
         talks = load_sharegpt if kind == "sharegpt" else load_lmsys
         return talks(path, arrivals=times, bad_rows=bad_rows).require_requests()
-    if kind == "recording":
-        return read_run(path).trace
     if kind in TOOL_COLUMNS:  # which write a line at the end of a request
         return load_mapped(path, TOOL_COLUMNS[kind], bad_rows=bad_rows, sort=True).require_requests()
     loader = {"plain": load_plain, "azure": load_azure, "burstgpt": load_burstgpt, "mooncake": load_mooncake}[kind]
