@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import json
 import re
 import subprocess
 import sys
+import tarfile
 import zipfile
+from collections.abc import Iterator
+from email import message_from_bytes
+from email.message import EmailMessage
+from email.policy import default
 from pathlib import Path
 
 import pytest
 import requirements
+from packaging.specifiers import SpecifierSet
 from support.bare_environment import copy_sources
 
+import pla_sglang
 from pla_sglang.plugin.demo import demo_model_path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -50,21 +58,33 @@ def test_kernels_in_the_repository_root_is_sglangs_dependency() -> None:
     assert not found.is_relative_to(ROOT) or ".venv" in found.parts
 
 
-def test_wheel_holds_the_four_packages_and_the_demo_model(tmp_path: Path) -> None:
-    command = [
-        "-m",
-        "pip",
-        "wheel",
-        "--quiet",
-        "--no-deps",
-        "--no-build-isolation",
-        "--wheel-dir",
-        tmp_path,
-        copy_sources(tmp_path),
-    ]
-    subprocess.run([sys.executable, *map(str, command)], check=True, capture_output=True, text=True)
-    (wheel,) = tmp_path.glob("*.whl")
-    names = set(zipfile.ZipFile(wheel).namelist())
+@dataclasses.dataclass(frozen=True)
+class Built:
+    """The two files that `make package` makes: names in the sdist (without its top folder), the wheel that it makes."""
+
+    sdist_names: set[str]
+    wheel: zipfile.ZipFile
+
+    def metadata(self) -> EmailMessage:
+        (name,) = [name for name in self.wheel.namelist() if name.endswith(".dist-info/METADATA")]
+        return message_from_bytes(self.wheel.read(name), policy=default)
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Built]:
+    folder = tmp_path_factory.mktemp("built")
+    make_sdist = f"from setuptools import build_meta; build_meta.build_sdist({str(folder)!r})"
+    subprocess.run([sys.executable, "-c", make_sdist], cwd=copy_sources(folder), check=True, capture_output=True)
+    (sdist,) = folder.glob("*.tar.gz")
+    options = ["--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder), str(sdist)]
+    subprocess.run([sys.executable, "-m", "pip", "wheel", *options], check=True, capture_output=True)
+    (wheel,) = folder.glob("*.whl")
+    with tarfile.open(sdist) as unpacked, zipfile.ZipFile(wheel) as zipped:
+        yield Built({name.partition("/")[2] for name in unpacked.getnames()}, zipped)
+
+
+def test_wheel_holds_the_four_packages_and_the_demo_model(built: Built) -> None:
+    names = set(built.wheel.namelist())
     assert {
         "pla_sglang/plugin/entry.py",
         "pla_kernels/__init__.py",
@@ -74,6 +94,41 @@ def test_wheel_holds_the_four_packages_and_the_demo_model(tmp_path: Path) -> Non
         "pla_sglang/sim/report/template/page.html.j2",
     } <= names
     assert not [name for name in names if name.startswith(("kernels/", "patches/", "graphs/", "tests/", "bench/"))]
+    assert {"setup.py", "LICENSE", "CHANGELOG.md"} <= built.sdist_names
+    assert not [name for name in built.sdist_names if name.startswith(("tests", "bench"))]
+
+
+def test_every_file_of_a_package_is_in_the_wheel(built: Built) -> None:
+    ours = {
+        str(file.relative_to(ROOT / top))
+        for top, package in (("", "pla_sglang"), *((top, f"pla_{top}") for top in ("kernels", "patches", "graphs")))
+        for file in (ROOT / top / package).rglob("*")
+        if file.is_file() and "__pycache__" not in file.parts
+    }
+    assert ours - set(built.wheel.namelist()) == set()
+
+
+def test_metadata_say_what_an_index_shows(built: Built) -> None:
+    metadata = built.metadata()
+    assert metadata["Version"] == pla_sglang.__version__
+    assert metadata["License-Expression"] == "Apache-2.0"
+    classifiers = metadata.get_all("Classifier", [])
+    assert not [line for line in classifiers if line.startswith("License ::")], "the expression stands in their place"
+    versions = SpecifierSet(metadata["Requires-Python"])
+    named = {line.rpartition(" ")[2] for line in classifiers if ":: Python :: 3." in line}
+    assert named == {f"3.{minor}" for minor in range(30) if f"3.{minor}" in versions}
+    assert all(" https://" in url for url in metadata.get_all("Project-URL", []))
+
+
+def test_the_page_of_an_index_links_to_nothing_that_is_only_here(built: Built) -> None:
+    metadata = built.metadata()
+    page, readme = metadata.get_content(), (ROOT / "README.md").read_text(encoding="utf-8")
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    targets = re.findall(r"\]\(([^)]*)\)", page)
+    assert [target for target in targets if not target.startswith("https://")] == []
+    assert len(targets) == len(re.findall(r"\]\(https://[^)]*\)", readme)) > 0
+    headings = re.compile(r"^#+ .*$", re.MULTILINE)
+    assert headings.findall(page) == headings.findall(readme)
 
 
 @pytest.mark.parametrize("host", requirements.known_hosts())

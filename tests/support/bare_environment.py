@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PIP_S = 300  # on a machine that does much else
 FOLDERS = ("pla_sglang", "kernels", "patches", "graphs")
-FILES = ("setup.py", "pyproject.toml", "LICENSE", "README.md")
+FILES = ("setup.py", "pyproject.toml", "MANIFEST.in", "CHANGELOG.md", "LICENSE", "README.md")
 
 
 def copy_sources(folder: Path) -> Path:

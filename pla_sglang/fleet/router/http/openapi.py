@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from pla_sglang import __version__
 from pla_sglang.fleet.router.http.bodies import ROLES, ErrorBody, NewWorker, RoleOrder, WorkerRow
 
 Json = dict[str, Any]
@@ -64,7 +65,7 @@ def whole_document() -> Json:
         "openapi": "3.1.0",
         "info": {
             "title": "pla_sglang router",
-            "version": "0.1.0",
+            "version": __version__,
             "description": "One address in front of SGLang instances. Keys are asked for where they are set. Bodies "
             "and answers of generation are SGLang's: here stands of them what the router itself reads, and all of them "
             "in the /openapi.json of any instance.",
