@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import subprocess
 from pathlib import Path
 
+import psutil
 import pytest
-from support.bare_environment import BareEnvironment
+from support.bare_environment import UNPRIVILEGED, BareEnvironment
 from support.router_process import router_process
 
 pytestmark = pytest.mark.e2e  # pip fetches what its cache does not have
@@ -14,8 +18,13 @@ MAX_ROUTER_MB = 200
 ENGINE = ("torch", "sglang", "transformers", "triton")
 
 
-def test_the_router_installs_and_serves(tmp_path: Path) -> None:
-    bare = BareEnvironment(tmp_path, "router")
+@pytest.fixture(scope="module")
+def with_router(tmp_path_factory: pytest.TempPathFactory) -> BareEnvironment:
+    return BareEnvironment(tmp_path_factory.mktemp("router"), "router")
+
+
+def test_the_router_installs_and_serves(with_router: BareEnvironment, tmp_path: Path) -> None:
+    bare = with_router
     assert bare.missing(*ENGINE, "scipy", "pandas", "matplotlib") == [*ENGINE, "scipy", "pandas", "matplotlib"]
     assert bare.size_mb() < MAX_ROUTER_MB
     assert "--slo-ttft-ms" in bare.run("-m", "pla_sglang.launch_router", "--help")
@@ -32,6 +41,24 @@ def test_the_router_installs_and_serves(tmp_path: Path) -> None:
         state = json.loads(router.ask("/pla/state")[1])
         assert state["policy"] == "minimal-load"
         assert router.stop() == 0
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="makes mounts of its own: needs root")
+@pytest.mark.parametrize("relays", [0, 2])
+def test_the_router_needs_no_rights_and_a_folder_for_sockets_alone(
+    relays: int, with_router: BareEnvironment, tmp_path: Path
+) -> None:
+    """As the image of examples/deploy runs in compose.yaml."""
+    python = with_router.without_rights(tmp_path)
+    look = "import os; print(os.getuid(), *[n for n in os.listdir('/') if not os.statvfs('/' + n).f_flag & 1])"
+    seen = subprocess.run([python, "-c", look], check=True, capture_output=True, text=True).stdout.split()
+    assert sorted(seen) == [str(UNPRIVILEGED), "proc", "tmp"]
+    with router_process(["null"], ["--relay-workers", str(relays)], tmp_path, python=python) as router:
+        assert {psutil.Process(number).uids().effective for number in router.processes()} == {UNPRIVILEGED}
+        body = b'{"text": "hello", "sampling_params": {"max_new_tokens": 4}}'
+        assert router.ask("/generate", body, {"content-type": "application/json"})[0] == 200
+        assert router.ask("/livez")[0] == 200
+        assert router.stop() == 0, router.log
 
 
 def test_the_simulator_installs_and_runs(tmp_path: Path) -> None:
