@@ -48,7 +48,7 @@ class Fleet:
         self.relay = Relay()
         self.plane.attach_relay(0, self.relay)
         if "record" in knobs:
-            self.plane.policy.open_recording(keep=False)
+            self.plane.policy.open_recording(keep=False, clock_start_s=0.0)
         self.workers = [self.start(number, profile) for number, profile in enumerate(profiles)]
 
     def start(self, number: int, profile: str) -> Worker:
