@@ -25,6 +25,7 @@ from pla_sglang.fleet.router.control.knobs import ControlKnobs
 from pla_sglang.fleet.router.control.requests.moves import LENGTHS, STATED
 from pla_sglang.fleet.router.process.process_main import Stop, run_main, settle_memory, until_first
 from pla_sglang.fleet.router.process.supervisor import supervise_processes
+from pla_sglang.fleet.router.tls import TlsContext, check_files
 from pla_sglang.policy.registry import policy_names
 
 MAX_RELAYS = 64
@@ -96,7 +97,8 @@ async def run_together(config: RouterConfig) -> int:
     from pla_sglang.fleet.router.control.control_plane import ControlPlane
     from pla_sglang.fleet.router.relay.server import Relay
 
-    plane = ControlPlane(config.control, router_key=make_router_key())
+    worker_tls = TlsContext(config.relay.worker_tls, now_s=time.time())
+    plane = ControlPlane(config.control, router_key=make_router_key(), worker_tls=worker_tls)
     stop = Stop(watch_stdin=False, pause_s=config.relay.drain_pause_s)
     await plane.start()
     relay = Relay(
@@ -136,12 +138,15 @@ async def run_apart(config: RouterConfig, settings: cli.Settings) -> int:
 
 def announce(config: RelayConfig, port: int, relays: int) -> None:
     how = f"{relays} relay process(es) and a control process" if relays else "one process"
-    print(f"pla_sglang: router on http://{config.host}:{port}, {how}", flush=True)
+    scheme = "http" if config.tls.cert is None else "https"
+    print(f"pla_sglang: router on {scheme}://{config.host}:{port}, {how}", flush=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     try:
         config, settings = read_config(argv)
+        for files in (config.relay.tls, config.relay.worker_tls):
+            check_files(files, now_s=time.time())
     except PlaError as error:
         return cli.report_error(error)
     work: Any = run_apart(config, settings) if config.relays else run_together(config)

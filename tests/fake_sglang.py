@@ -18,6 +18,7 @@ import itertools
 import json
 import os
 import signal
+import ssl
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -214,6 +215,7 @@ class FakeSglang:
         script: Script | None = None,
         has_role: bool = False,
         batches: bool = False,
+        tls: ssl.SSLContext | None = None,
         **info: Any,
     ) -> None:
         self.mode, self.number = mode, number
@@ -221,6 +223,7 @@ class FakeSglang:
         self.stateless = mode == "stateless"
         self.info = {**INFO, "disaggregation_mode": "null" if self.stateless else mode, **info}
         self.has_role = has_role
+        self.tls = tls  # as with --ssl-certfile and --ssl-keyfile
         self.batches = batches  # by DOPD's Algorithm 1
         self.hops = False
         # what it says, and does not do
@@ -264,7 +267,7 @@ class FakeSglang:
 
     @property
     def url(self) -> str:
-        return f"http://{self.info['host']}:{self.port}"
+        return f"{'http' if self.tls is None else 'https'}://{self.info['host']}:{self.port}"
 
     @property
     def kind(self) -> str:
@@ -272,10 +275,11 @@ class FakeSglang:
 
     def worker(self, **changes: Any) -> WorkerEntry:
         values = {"number": self.number, "name": f"{self.kind}-{self.number}", "kind": self.kind, "hops": self.hops}
+        values["tls"] = self.tls is not None
         return WorkerEntry(**{**values, "host": self.info["host"], "port": self.port, **changes})
 
     async def start(self) -> FakeSglang:
-        self._server = await asyncio.start_server(self._accept, self.info["host"], self.port)
+        self._server = await asyncio.start_server(self._accept, self.info["host"], self.port, ssl=self.tls)
         self.info["port"] = self._server.sockets[0].getsockname()[1]
         self.starts += 1
         return self

@@ -5,6 +5,7 @@ No message here has the key, nor a part of it.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import stat
@@ -28,8 +29,7 @@ def read_key_file(flag: str, path: str) -> str:
             data = file.read(MOST_BYTES + 1)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{flag} {path}: {getattr(error, 'strerror', None) or 'is no path'}") from None
-    if stat.S_ISREG(mode) and mode & stat.S_IROTH:
-        _warn_once(f"warning: {flag} {path} can be read by every user of this machine (chmod o-r)")
+    _warn_of_mode(flag, path, mode)
     if len(data) > MOST_BYTES:
         raise ConfigError(f"{flag} {path} has more than {MOST_BYTES} bytes; allowed: one line with a key")
     try:
@@ -43,6 +43,17 @@ def read_key_variable(name: str) -> str | None:
     """The key in an environment variable; None where it is not set, or empty. Raises ConfigError."""
     text = os.environ.get(name, "") if name else ""
     return _check_key(f"the variable {name}", text.strip()) if text else None
+
+
+def warn_of_readers(flag: str, path: Path) -> None:
+    """Warns, once, of a file with a secret that everybody may read; not of one that is not there."""
+    with contextlib.suppress(OSError):
+        _warn_of_mode(flag, str(path), path.stat().st_mode)
+
+
+def _warn_of_mode(flag: str, path: str, mode: int) -> None:
+    if stat.S_ISREG(mode) and mode & stat.S_IROTH:
+        _warn_once(f"warning: {flag} {path} can be read by every user of this machine (chmod o-r)")
 
 
 def _check_key(where: str, key: str) -> str:

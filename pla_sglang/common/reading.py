@@ -36,6 +36,16 @@ _MARKS = (
 )
 
 Error = type[PlaError]
+Stamp = tuple[int, int, int]  # time of the last change, size, number on its disk
+
+
+def read_stamp(path: Path) -> Stamp | None:
+    """Another one where the file has changed; None: it is not there."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_size, status.st_ino
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ import http.client
 import json
 import os
 import signal
+import ssl
 import subprocess
 import sys
 import tempfile
@@ -45,7 +46,8 @@ class HttpError(ServerError):
 
 
 # The environment may name a proxy for the outside world; a server on this machine is not reached through it.
-_direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+_no_proxy = urllib.request.ProxyHandler({})
+_direct = urllib.request.build_opener(_no_proxy)
 
 
 def open_url(
@@ -55,8 +57,11 @@ def open_url(
     headers: Mapping[str, str] | None = None,
     timeout_s: float = 60.0,
     method: str | None = None,
+    tls: ssl.SSLContext | None = None,
 ) -> http.client.HTTPResponse:
     """The answer to a GET, or to a POST of ``body`` (bytes as they are, else as JSON), never through a proxy.
+
+    ``tls``: for https; None: as the system does.
 
     Raises:
         HttpError: a status of 400 or above.
@@ -66,7 +71,10 @@ def open_url(
     fields = ({} if body is None else {"Content-Type": "application/json"}) | dict(headers or {})
     request = urllib.request.Request(url, data, fields, method=method)
     try:
-        answer: http.client.HTTPResponse = _direct.open(request, timeout=timeout_s)
+        opener = (
+            _direct if tls is None else urllib.request.build_opener(_no_proxy, urllib.request.HTTPSHandler(context=tls))
+        )
+        answer: http.client.HTTPResponse = opener.open(request, timeout=timeout_s)
         return answer
     except urllib.error.HTTPError as error:
         raise HttpError(url, error.code, error.read().decode("utf-8", "replace")) from None

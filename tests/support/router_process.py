@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import ssl
 import subprocess
 import sys
 import threading
@@ -26,12 +27,19 @@ STOP_S = 10.0
 class RouterProcess:
     """A router that serves; ``log`` is what its processes have printed."""
 
-    def __init__(self, process: subprocess.Popen[bytes], port: int, log: Path, fakes: list[FakeSglang]) -> None:
-        self._process, self.port, self._log, self.fakes = process, port, log, fakes
+    def __init__(
+        self,
+        process: subprocess.Popen[bytes],
+        port: int,
+        log: Path,
+        fakes: list[FakeSglang],
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        self._process, self.port, self._log, self.fakes, self._tls = process, port, log, fakes, tls
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"{'http' if self._tls is None else 'https'}://127.0.0.1:{self.port}"
 
     @property
     def log(self) -> str:
@@ -40,7 +48,7 @@ class RouterProcess:
     def ask(self, path: str, body: bytes | None = None, headers: dict[str, str] | None = None) -> tuple[int, bytes]:
         """Status and body. Raises OSError where there is no answer."""
         try:
-            with open_url(self.url + path, body, headers=headers, timeout_s=20) as answer:
+            with open_url(self.url + path, body, headers=headers, timeout_s=20, tls=self._tls) as answer:
                 return answer.status, answer.read()
         except HttpError as error:
             return error.status, error.body.encode()
@@ -69,9 +77,15 @@ class RouterProcess:
 
 @contextlib.contextmanager
 def router_process(
-    modes: Sequence[str], arguments: Sequence[str], folder: Path, *, python: Path | str = sys.executable
+    modes: Sequence[str | FakeSglang],
+    arguments: Sequence[str],
+    folder: Path,
+    *,
+    python: Path | str = sys.executable,
+    tls: ssl.SSLContext | None = None,
 ) -> Iterator[RouterProcess]:
-    """``modes``: of the fakes; ``arguments``: of the router, besides its port and instances; ``python``: runs it."""
+    """``modes``: of the fakes, or those; ``arguments``: of the router, besides its port and instances; ``python``: runs
+    it; ``tls``: of its clients, where it speaks that."""
     with fake_instances(modes) as fakes:
         port, log = free_port(), folder / "router.log"
         command = [str(python), "-m", "pla_sglang.launch_router", "--port", str(port), *arguments]
@@ -81,7 +95,7 @@ def router_process(
             process = subprocess.Popen(
                 command, cwd=folder, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
             )
-        router = RouterProcess(process, port, log, fakes)
+        router = RouterProcess(process, port, log, fakes, tls)
         try:
             until(lambda: router.healthy() or process.poll() is not None, what="a router that serves")
             assert process.poll() is None, router.log

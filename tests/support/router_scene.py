@@ -14,6 +14,7 @@ from fake_sglang import FakeSglang
 from pla_sglang.fleet.router.control.control_plane import ControlPlane
 from pla_sglang.fleet.router.control.knobs import ControlKnobs
 from pla_sglang.fleet.router.control.workers.health import HealthKnobs
+from pla_sglang.fleet.router.tls import TlsContext, WorkerTls
 from pla_sglang.fleet.router.wire import messages as m
 from support.serving import wait_until
 
@@ -130,6 +131,7 @@ async def scene(
     has_role: bool = False,
     hops: bool = False,
     batches: bool = False,
+    worker_tls: WorkerTls | None = None,
     **knobs: Any,
 ) -> AsyncIterator[Scene]:
     """Instances of these modes, or made already, behind one plane, all ready. ``hops``: of the stateless ones."""
@@ -140,7 +142,8 @@ async def scene(
         one.hops = hops
         await one.start()
     values = {"health": QUICK, "poll_interval_s": 0.05, "workers": tuple(one.url for one in instances)} | knobs
-    plane = ControlPlane(ControlKnobs(**values))
+    tls = TlsContext(worker_tls or WorkerTls(), now_s=time.time())
+    plane = ControlPlane(ControlKnobs(**values), worker_tls=tls)
     await plane.start()
     try:
         made = Scene(plane, instances)

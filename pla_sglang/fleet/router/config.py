@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from pla_sglang.common.checks import KEY, Range, check_fields, knob
+from pla_sglang.fleet.router.tls import ClientTls, WorkerTls
 
 DAY = Range(0, 86_400, "s", above=True)
 COUNT = Range(1, 100)
@@ -103,6 +104,9 @@ class RelayConfig:
     upstream_idle_s: float = knob(
         3.0, "--upstream-idle-s", "how long an unused connection to an instance is kept", allowed=DAY
     )
+
+    tls: ClientTls = dataclasses.field(default_factory=ClientTls)
+    worker_tls: WorkerTls = dataclasses.field(default_factory=WorkerTls)
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -140,6 +140,9 @@ class Transport(asyncio.Transport):
     def write(self, data: Any) -> None:
         self.written += data
 
+    def can_write_eof(self) -> bool:
+        return True
+
     def write_eof(self) -> None:
         """The next line says it as well."""
 

@@ -41,6 +41,9 @@ class Transport(asyncio.Transport):
     def is_closing(self) -> bool:
         return self.closing
 
+    def can_write_eof(self) -> bool:
+        return True
+
     def write_eof(self) -> None:
         self.closing = True
 

@@ -9,6 +9,7 @@ import pytest
 from pla_sglang.fleet.router.http.head import ResponseHead
 from pla_sglang.fleet.router.relay import upstream_connection
 from pla_sglang.fleet.router.relay.upstream_connection import UpstreamConnection, UpstreamPool
+from pla_sglang.fleet.router.tls import TlsContext, WorkerTls
 from pla_sglang.fleet.router.wire.messages import FailureKind, WorkerEntry
 
 WORKER = WorkerEntry(3, "u", "127.0.0.1", 1, "unified")
@@ -62,7 +63,9 @@ class SlowClient:
 
 async def test_a_connection_goes_back_to_the_pool_reading() -> None:
     """An answer may end while its client is too slow: whoever has the connection next must get theirs."""
-    pool = UpstreamPool(asyncio.get_running_loop(), connect_timeout_s=1.0, idle_s=3.0)
+    pool = UpstreamPool(
+        asyncio.get_running_loop(), TlsContext(WorkerTls(), now_s=0.0), connect_timeout_s=1.0, idle_s=3.0
+    )
     connection, transport = UpstreamConnection(pool, WORKER), Transport()
     connection.connection_made(transport)
     sink = SlowClient(connection)
@@ -84,7 +87,9 @@ async def test_few_connect_at_a_time_and_all_are_told(listens: bool, monkeypatch
     if not listens:
         server.close()
         await server.wait_closed()
-    pool = UpstreamPool(asyncio.get_running_loop(), connect_timeout_s=5.0, idle_s=3.0)
+    pool = UpstreamPool(
+        asyncio.get_running_loop(), TlsContext(WorkerTls(), now_s=0.0), connect_timeout_s=5.0, idle_s=3.0
+    )
     got: list[UpstreamConnection | None] = []
     for _ in range(10):
         pool.take_connection(worker, lambda connection, _: got.append(connection))

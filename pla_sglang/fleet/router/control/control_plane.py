@@ -54,6 +54,7 @@ from pla_sglang.fleet.router.control.workers.tasks import Tasks
 from pla_sglang.fleet.router.control.workers.worker_file import WorkerFile
 from pla_sglang.fleet.router.control.workers.worker_log import NO_WORKERS, WorkerLog
 from pla_sglang.fleet.router.control.workers.worker_service import WorkerService
+from pla_sglang.fleet.router.tls import TlsContext, WorkerTls
 from pla_sglang.fleet.router.wire import messages as m
 from pla_sglang.fleet.router.wire.protocols import RelayPort
 from pla_sglang.load.prefix_index import PrefixIndex
@@ -78,6 +79,7 @@ class ControlPlane:
     Args:
         router_key: of this start of the router, by which stateless instances know it; empty: they take legs from
             anybody.
+        worker_tls: for instances with https; None: without files of its own.
         lease: by which it leads.
         described: what instances have said of themselves while it was a standby, by URL.
         has_standby: as in ``Succession``.
@@ -89,6 +91,7 @@ class ControlPlane:
         knobs: ControlKnobs,
         *,
         router_key: str = "",
+        worker_tls: TlsContext | None = None,
         lease: Lease = Lease(),  # noqa: B008
         described: Mapping[str, Description] | None = None,
         has_standby: Callable[[], bool | None] = lambda: None,
@@ -100,6 +103,7 @@ class ControlPlane:
         self._clock = clock
         self._tasks = Tasks()
         self._client: InstanceClient | None = None
+        self._worker_tls = worker_tls or TlsContext(WorkerTls(), now_s=time.time())
         self._state_file = StateFile(knobs.memory_file)
         self._journal = WorkerLog(lambda worker, since_s: find_fates(worker, self.dispatcher.known_records(), since_s))
         self.series = RouterSeries(
@@ -222,7 +226,10 @@ class ControlPlane:
         if knobs.trace_endpoint:
             self.dispatcher.tracing = load_tracing(knobs, self._clock)
         self._client = client = InstanceClient(
-            timeout_s=knobs.health.timeout_s, api_key=knobs.worker_api_key, admin_key=knobs.worker_admin_key
+            self._worker_tls,
+            timeout_s=knobs.health.timeout_s,
+            api_key=knobs.worker_api_key,
+            admin_key=knobs.worker_admin_key,
         )
         try:
             self._add_workers()
@@ -240,6 +247,7 @@ class ControlPlane:
             raise
         self._call_every(m.HEARTBEAT_INTERVAL_S, self._relays.send_heartbeat)
         self._call_every(SWEEP_S, self._sweep)
+        self._call_every(FILE_S, lambda: self._worker_tls.follow_files(time.time()))
         if self._worker_file is not None:
             follow = self._worker_file.reload_if_changed
             self._call_every(FILE_S, lambda: follow(self._clock()))

@@ -67,6 +67,7 @@ class RelayPorts:
                 admin_key=knobs.worker_admin_key,
                 hops=knobs.migrates and worker.description is not None and worker.description.hops,
                 router_key=self._router_key if worker.view.kind is InstanceKind.STATELESS else "",
+                tls=worker.address.tls,
             )
             for worker in self._table
         )

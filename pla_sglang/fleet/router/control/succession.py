@@ -10,6 +10,7 @@ import asyncio
 import dataclasses
 import logging
 import os
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,6 +22,7 @@ from pla_sglang.fleet.router.control.workers.discovery import Description, parse
 from pla_sglang.fleet.router.control.workers.errors import NoResponseError, UnreachableError, WorkerError
 from pla_sglang.fleet.router.control.workers.instance_client import InstanceClient
 from pla_sglang.fleet.router.control.workers.state_file import SavedWorker, load_state
+from pla_sglang.fleet.router.tls import TlsContext
 from pla_sglang.policy_packages import find_policy
 
 logger = logging.getLogger(__name__)
@@ -46,7 +48,8 @@ class Lease:
 class Preparation:
     """What a standby gets to know of the instances that serve, each process of theirs once. ``described``: by URL."""
 
-    def __init__(self, knobs: ControlKnobs) -> None:
+    def __init__(self, knobs: ControlKnobs, worker_tls: TlsContext) -> None:
+        self._tls = worker_tls
         self.described: dict[str, Description] = {}
         self._knobs = knobs
         self._reads_prompts = not find_policy(knobs.policy).length_blind
@@ -55,10 +58,11 @@ class Preparation:
         """Never ends."""
         knobs = self._knobs
         client = InstanceClient(
-            timeout_s=knobs.health.timeout_s, api_key=knobs.worker_api_key, admin_key=knobs.worker_admin_key
+            self._tls, timeout_s=knobs.health.timeout_s, api_key=knobs.worker_api_key, admin_key=knobs.worker_admin_key
         )
         try:
             while True:
+                self._tls.follow_files(time.time())
                 await asyncio.gather(*(self._describe(client, worker) for worker in self._find_unknown()))
                 await asyncio.sleep(FOLLOW_S)
         finally:

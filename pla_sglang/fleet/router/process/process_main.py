@@ -19,13 +19,13 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from typing import Any
 
 import uvloop
 
 from pla_sglang.common.cli import Settings, report_error
-from pla_sglang.common.errors import PlaError
+from pla_sglang.common.errors import ConfigError, PlaError
 from pla_sglang.fleet.router.wire.messages import HEARTBEAT_INTERVAL_S
 
 LATE_S = 5.0  # a relay whose launcher does not end the pause in time ends it so much later by itself
@@ -102,6 +102,16 @@ def settle_memory() -> None:
     gc.set_threshold(RARELY)
 
 
+@contextlib.contextmanager
+def failing_files() -> Iterator[None]:
+    """The launcher has found these files good. What is wrong with them when a process is started again may be over at
+    its next start, so it is not refused for good. Raises OSError instead of ConfigError."""
+    try:
+        yield
+    except ConfigError as error:
+        raise OSError(str(error)) from None
+
+
 async def relay_main(settings: dict[str, Any]) -> int:
     """Keys: number, address, port, given (``Settings.given``)."""
     from pla_sglang.fleet.router.config import RelayConfig
@@ -111,14 +121,15 @@ async def relay_main(settings: dict[str, Any]) -> int:
     config = dataclasses.replace(Settings(settings["given"]).build(RelayConfig), port=settings["port"])
     stop = Stop(watch_stdin=True, pause_s=config.drain_pause_s + LATE_S if config.drain_pause_s else 0.0)
     wire = RelayWire(settings["address"], settings["number"], now_s=time.monotonic)
-    relay = Relay(
-        config,
-        number=settings["number"],
-        send_to_control=wire.send_message,
-        rng=random.SystemRandom(),
-        control_is_silent=wire.is_silent,
-        control_lost_s=wire.silent_s,
-    )
+    with failing_files():
+        relay = Relay(
+            config,
+            number=settings["number"],
+            send_to_control=wire.send_message,
+            rng=random.SystemRandom(),
+            control_is_silent=wire.is_silent,
+            control_lost_s=wire.silent_s,
+        )
     wire.start_wire(relay.on_message, relay.on_attached)
     await relay.start_serving(shared=True)
     settle_memory()
@@ -137,16 +148,20 @@ async def control_main(settings: dict[str, Any]) -> int:
     from pla_sglang.fleet.router.control.control_plane import ControlPlane
     from pla_sglang.fleet.router.control.knobs import ControlKnobs
     from pla_sglang.fleet.router.control.succession import Lease, Preparation
+    from pla_sglang.fleet.router.tls import TlsContext, WorkerTls
     from pla_sglang.fleet.router.wire.endpoints import ControlWire
 
-    knobs, has_standby = Settings(settings["given"]).build(ControlKnobs), settings["standby"]
+    given = Settings(settings["given"])
+    knobs, has_standby = given.build(ControlKnobs), settings["standby"]
+    with failing_files():
+        worker_tls = TlsContext(given.build(WorkerTls), now_s=time.time())
     orders = ControlOrders()
     stop = Stop(watch_stdin=True, on_line=orders.on_line)
     beating, described = None, {}
     if has_standby:
         settle_memory()
         beating = asyncio.ensure_future(send_beats())
-        preparation = Preparation(knobs)
+        preparation = Preparation(knobs, worker_tls)
         described = preparation.described
         await until_first(preparation.follow_workers(), orders.leads.wait(), stop.asked.wait())
     await until_first(orders.leads.wait(), stop.asked.wait())
@@ -154,6 +169,7 @@ async def control_main(settings: dict[str, Any]) -> int:
         plane = ControlPlane(
             knobs,
             router_key=settings["router_key"],
+            worker_tls=worker_tls,
             lease=Lease(**orders.lease, relays=settings["relays"]),
             described=described,
             has_standby=lambda: orders.standby if has_standby else None,

@@ -38,6 +38,7 @@ CLOSE_DELAY_S = 1.0
 BODY_STEP_BYTES = 16_384
 # Pieces of a body that are shorter are joined: each costs 33 bytes and a place in a list beside its content.
 JOIN_BYTES = 2048
+TLS_FIRST = b"\x16"  # of a connection with TLS; no request begins with it
 _BLANK_LINES = re.compile(rb"(?:\r\n)+").match  # allowed in front of a request (RFC 9112, section 2.2)
 
 
@@ -145,6 +146,8 @@ class ClientConnection(asyncio.Protocol):
         if size + self._blank_bytes > config.max_head_bytes:
             raise BadMessage("head_size", f"the request head is longer than {config.max_head_bytes} bytes", 431)
         if end < 0:
+            if data[:1] == TLS_FIRST:
+                raise BadMessage("tls", "this port speaks plain HTTP, not TLS")
             if self._phase is _IDLE:
                 self._phase = _HEAD
                 self._deadline_s = self._context.now_s() + config.head_timeout_s
@@ -243,7 +246,8 @@ class ClientConnection(asyncio.Protocol):
 
     def _close_behind_response(self, close: Callable[[], None]) -> None:
         if self._transport is not None and not self._transport.is_closing():
-            self._transport.write_eof()
+            if self._transport.can_write_eof():  # TLS has no half-closed connections
+                self._transport.write_eof()
             self._context.call_later(CLOSE_DELAY_S, close)
 
     def _keep_ahead(self, data: bytes) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import Callable
 
 from pla_sglang.fleet.router.config import RelayConfig
@@ -12,6 +13,7 @@ from pla_sglang.fleet.router.relay.counters import ByteAccount, Counters
 from pla_sglang.fleet.router.relay.request_translation import IdGenerator
 from pla_sglang.fleet.router.relay.upstream_connection import UpstreamPool
 from pla_sglang.fleet.router.relay.worker_directory import WorkerDirectory
+from pla_sglang.fleet.router.tls import TlsContext
 from pla_sglang.fleet.router.wire.messages import FromRelay
 
 
@@ -31,6 +33,7 @@ class RelayContext:
         kept: bytes of request bodies that are kept for another attempt.
         ending: the router was told to end, and is not ready for clients that do not know it yet; set by the relay.
         draining: no new requests; set by the relay.
+        client_tls, worker_tls: for clients (None: they come by plain HTTP), and for instances with https.
     """
 
     def __init__(
@@ -51,7 +54,11 @@ class RelayContext:
         self.ids = IdGenerator(rng)
         self.counters = Counters()
         self.workers = WorkerDirectory()
-        self.pool = UpstreamPool(self.loop, connect_timeout_s=config.connect_timeout_s, idle_s=config.upstream_idle_s)
+        self.client_tls = None if config.tls.cert is None else TlsContext(config.tls, now_s=time.time())
+        self.worker_tls = TlsContext(config.worker_tls, now_s=time.time())
+        self.pool = UpstreamPool(
+            self.loop, self.worker_tls, connect_timeout_s=config.connect_timeout_s, idle_s=config.upstream_idle_s
+        )
         self.aborts = InstanceAborts(self.pool, self.workers, self.counters, loop=self.loop)
         self.lingering = LingeringLegs(self.aborts)
         self.incoming = ByteAccount(config.max_buffered_bytes)

@@ -7,8 +7,7 @@ import socket
 
 from pla_sglang.fleet.router.relay.client_connection import AcceptRequest, ClientConnection
 from pla_sglang.fleet.router.relay.context import RelayContext
-
-BACKLOG = 4096
+from pla_sglang.fleet.router.relay.tls_acceptor import BACKLOG, TlsAcceptor
 
 
 class ClientListener:
@@ -22,6 +21,7 @@ class ClientListener:
         self._context, self._accept_request = context, accept_request
         self._connections: set[ClientConnection] = set()
         self._server: asyncio.Server | None = None
+        self._tls: TlsAcceptor | None = None
         self.port = context.config.port
 
     def __len__(self) -> int:
@@ -31,8 +31,11 @@ class ClientListener:
         """``shared``: beside the other relays of the router. Raises OSError where the address is taken."""
         config = self._context.config
         sock = listening_socket(config.host, config.port, shared=shared)
-        self._server = await self._context.loop.create_server(self.new_connection, sock=sock, backlog=BACKLOG)
         self.port = sock.getsockname()[1]
+        if self._context.client_tls is not None:
+            self._tls = TlsAcceptor(self._context, self._context.client_tls, sock, self.new_connection, self._is_full)
+        else:
+            self._server = await self._context.loop.create_server(self.new_connection, sock=sock, backlog=BACKLOG)
 
     def new_connection(self) -> ClientConnection:
         return ClientConnection(self._context, self, self._accept_request)
@@ -40,12 +43,16 @@ class ClientListener:
     def stop_listening(self) -> None:
         if self._server is not None:
             self._server.close()
+        if self._tls is not None:
+            self._tls.stop_accepting()
 
     def close_idle(self) -> None:
         for connection in list(self._connections):
             connection.close_if_idle()
 
     def cut_all(self) -> None:
+        if self._tls is not None:
+            self._tls.cut_handshakes()
         for connection in list(self._connections):
             connection.cut_connection()
 
@@ -58,11 +65,15 @@ class ClientListener:
     def admit_connection(self, connection: ClientConnection) -> bool:
         counters = self._context.counters
         counters.count_event("connections_total")
-        if len(self._connections) >= self._context.config.max_connections:
+        if self._tls is None and self._is_full():  # with TLS it was admitted before both ends agreed
             counters.count_event("connections_refused_total")
             return False
         self._connections.add(connection)
         return True
+
+    def _is_full(self) -> bool:
+        handshakes = 0 if self._tls is None else len(self._tls)
+        return len(self._connections) + handshakes >= self._context.config.max_connections
 
     def release_connection(self, connection: ClientConnection) -> None:
         self._connections.discard(connection)

@@ -125,11 +125,24 @@ class Relay:
         context.pool.close_unused(now_s)
         if now_s >= self._report_at_s:
             self._report_at_s = now_s + REPORT_INTERVAL_S
+            self._follow_files()
             context.counters.values["access_lines_lost_total"] = self._access_log.lost
             counters = dict(context.counters.values)
-            context.send_to_control(m.RelayReport(context.number, counters, self.read_gauges()))
+            gauges = self.read_gauges() | self._read_expiries()
+            context.send_to_control(m.RelayReport(context.number, counters, gauges))
             self._access_log.flush_lines()
         self._timer = context.call_later(CHECK_INTERVAL_S, self._check_time_limits)
+
+    def _follow_files(self) -> None:
+        context, now_s = self.context, time.time()
+        context.worker_tls.follow_files(now_s)
+        if context.client_tls is not None:
+            context.client_tls.follow_files(now_s)
+
+    def _read_expiries(self) -> dict[str, float]:
+        shown, now_s = {"clients": self.context.client_tls, "instances": self.context.worker_tls}, time.time()
+        left = {of: None if tls is None else tls.left_s(now_s) for of, tls in shown.items()}
+        return {f'certificate_expires_seconds{{shown_to="{of}"}}': s for of, s in left.items() if s is not None}
 
     def read_gauges(self) -> dict[str, float]:
         """What must be 0 when nothing is under way, and the connections."""

@@ -12,6 +12,7 @@ from typing import Protocol, cast
 from pla_sglang.common.connection_errors import describe_connection_error
 from pla_sglang.fleet.router.http.framing import Framing, response_framing
 from pla_sglang.fleet.router.http.head import CRLF2, BadMessage, ResponseHead, parse_response
+from pla_sglang.fleet.router.tls import TlsContext
 from pla_sglang.fleet.router.wire.messages import FailureKind, WorkerEntry
 
 MAX_HEAD_BYTES = 65_536
@@ -209,10 +210,12 @@ OnConnection = Callable[["UpstreamConnection | None", str], None]
 
 
 class UpstreamPool:
-    """Connections by instance, the one used last first."""
+    """Connections by instance, the one used last first. ``tls``: of instances with https."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, *, connect_timeout_s: float, idle_s: float) -> None:
-        self._loop = loop
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, tls: TlsContext, *, connect_timeout_s: float, idle_s: float
+    ) -> None:
+        self._loop, self._tls = loop, tls
         self._connect_timeout_s = connect_timeout_s
         self._idle_s = idle_s
         self._idle: dict[int, deque[UpstreamConnection]] = {}
@@ -285,7 +288,10 @@ class UpstreamPool:
         try:
             async with asyncio.timeout(self._connect_timeout_s):
                 _, connection = await self._loop.create_connection(
-                    lambda: UpstreamConnection(self, worker), worker.host, worker.port
+                    lambda: UpstreamConnection(self, worker),
+                    worker.host,
+                    worker.port,
+                    ssl=self._tls.context if worker.tls else None,
                 )
         except TimeoutError:
             self._fail_waiting(worker, on_connection, f"no connection within {self._connect_timeout_s:g} s")

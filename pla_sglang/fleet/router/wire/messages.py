@@ -258,6 +258,7 @@ class WorkerEntry(Message, frozen=True):
         admin_key: sent with aborts; empty: ``api_key`` is.
         hops: its streams can carry their token ids, and go on where another instance's have ended.
         router_key: sent with each request, so that the instance knows it for the router's; empty: none.
+        tls: it is reached by https.
     """
 
     number: int
@@ -270,6 +271,7 @@ class WorkerEntry(Message, frozen=True):
     admin_key: str = ""
     hops: bool = False
     router_key: str = ""
+    tls: bool = False
 
 
 class Table(Message, frozen=True):

@@ -14,6 +14,7 @@ from pla_sglang.fleet.router.control.workers.discovery import parse_url
 from pla_sglang.fleet.router.control.workers.errors import NoResponseError
 from pla_sglang.fleet.router.control.workers.polls import Polls
 from pla_sglang.fleet.router.control.workers.table import Worker, WorkerTable
+from pla_sglang.fleet.router.tls import TlsContext, WorkerTls
 
 
 @asynccontextmanager
@@ -44,7 +45,7 @@ def ok(body: bytes) -> bytes:
 
 async def test_one_connection_serves_all_polls_and_brings_the_key() -> None:
     async with instance(ok(b'{"a":1}')) as (worker, asked):
-        client = Polls(timeout_s=5.0, api_key="k")
+        client = Polls(TlsContext(WorkerTls(), now_s=0.0), timeout_s=5.0, api_key="k")
         assert [await client.fetch_body(worker, "/v1/loads?x") for _ in range(3)] == [b'{"a":1}'] * 3
         assert len(asked) == 3
         assert asked[0].startswith(b"GET /v1/loads?x HTTP/1.1\r\nhost: 127.0.0.1:")
@@ -65,7 +66,7 @@ async def test_one_connection_serves_all_polls_and_brings_the_key() -> None:
 async def test_what_is_no_answer(answer: bytes, status: int, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(polls, "RESPONSE_BYTES", 40)
     async with instance(answer) as (worker, _):
-        client = Polls(timeout_s=0.1)
+        client = Polls(TlsContext(WorkerTls(), now_s=0.0), timeout_s=0.1)
         with pytest.raises(NoResponseError, match=why) as caught:
             await client.fetch_body(worker, "/v1/loads")
         assert caught.value.status == status
@@ -75,7 +76,7 @@ async def test_what_is_no_answer(answer: bytes, status: int, why: str, monkeypat
 async def test_nobody_listens() -> None:
     async with instance(b"") as (worker, _):
         pass
-    client = Polls(timeout_s=1.0)
+    client = Polls(TlsContext(WorkerTls(), now_s=0.0), timeout_s=1.0)
     with pytest.raises(NoResponseError):
         await client.fetch_body(worker, "/v1/loads")
     await client.close_polls()

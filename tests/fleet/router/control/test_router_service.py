@@ -208,6 +208,8 @@ async def test_instances_behind_a_service_serve(tmp_path: Path, monkeypatch: pyt
             to_slice("s", 1, {"h": READY}, ports=[{"name": "m", "port": 8}, {"name": "http", "port": 9}]),
             {"http://h:9": False},
         ),
+        (to_slice("s", 1, {"h": READY}, ports=[{"name": "https", "port": 8}]), {"https://h:8": False}),
+        (to_slice("s", 1, {"h": READY}, ports=[{"port": 8, "appProtocol": "https"}]), {"https://h:8": False}),
         (to_slice("s", 1, {}, ports=None), {}),
         (to_slice("s", 1, {}, endpoints=None), {}),
     ],

@@ -29,7 +29,8 @@ KINDS = {"null": InstanceKind.UNIFIED, "prefill": InstanceKind.PREFILL, "decode"
 HANDS_OVER = frozenset({InstanceKind.PREFILL, InstanceKind.STATELESS})
 SMALL_FIRST = frozenset({"temporal", "spatial"})  # of ``--prefill-disagg``
 CLASSES = {"short": PrefillClass.SHORT, "long": PrefillClass.LONG, "mixed": None}
-SCHEMES = ("http",)
+SCHEMES = ("http", "https")
+ALLOWED = "allowed: http://HOST:PORT or https://HOST:PORT"
 MOST_PORT = 65_535
 MOST_RANKS = 64  # of which loads are read as they are published, a connection each
 
@@ -40,27 +41,27 @@ class Address:
 
     host: str
     port: int
+    tls: bool = False
 
     @property
     def url(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"http://{host}:{self.port}"
+        return f"{'https' if self.tls else 'http'}://{host}:{self.port}"
 
 
 def parse_url(url: str) -> Address:
-    """Raises WorkerError unless ``url`` is http, with a host, a port, and nothing behind them."""
-    allowed = "allowed: http://HOST:PORT"
+    """Raises WorkerError unless ``url`` is http or https, with a host, a port, and nothing behind them."""
     try:
         parts = urllib.parse.urlsplit(url)
         host, port = parts.hostname, parts.port
     except ValueError as error:
-        raise WorkerError(f"worker {url!r}: {error}; {allowed}") from None
+        raise WorkerError(f"worker {url!r}: {error}; {ALLOWED}") from None
     if parts.scheme not in SCHEMES or not host or port is None or not 1 <= port <= MOST_PORT:
-        raise WorkerError(f"worker {url!r} is no address; {allowed}")
+        raise WorkerError(f"worker {url!r} is no address; {ALLOWED}")
     host = check_host(url, host)
     if parts.path not in ("", "/") or parts.query or parts.fragment or "@" in parts.netloc:
-        raise WorkerError(f"worker {url!r} has more than host and port; {allowed}")
-    return Address(host, port)
+        raise WorkerError(f"worker {url!r} has more than host and port; {ALLOWED}")
+    return Address(host, port, tls=parts.scheme == "https")
 
 
 def check_host(url: str, host: str) -> str:
@@ -68,7 +69,7 @@ def check_host(url: str, host: str) -> str:
     try:
         return read_host(host)
     except ConfigError as error:
-        raise WorkerError(f"worker {url!r}: {error}; allowed: http://HOST:PORT") from None
+        raise WorkerError(f"worker {url!r}: {error}; {ALLOWED}") from None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,16 +18,17 @@ from pla_sglang.fleet.router.control.workers.discovery import Address, Descripti
 from pla_sglang.fleet.router.control.workers.errors import NoResponseError, UnreachableError, WorkerError
 from pla_sglang.fleet.router.control.workers.polls import RESPONSE_BYTES, Polls, quote_response
 from pla_sglang.fleet.router.control.workers.table import Worker
+from pla_sglang.fleet.router.tls import TlsContext
 from pla_sglang.load.instance_load import InstanceLoad
 from pla_sglang.policy.dopd.batching import BatchingKnobs
 from pla_sglang.policy.interface.prefill import PrefillClass
 
 
 class InstanceClient:
-    """A client for all instances; ``close`` it."""
+    """A client for all instances; ``close`` it. ``tls``: for those with https."""
 
-    def __init__(self, *, timeout_s: float, api_key: str = "", admin_key: str = "") -> None:
-        self._keys = (api_key, admin_key)
+    def __init__(self, tls: TlsContext, *, timeout_s: float, api_key: str = "", admin_key: str = "") -> None:
+        self._tls, self._keys = tls, (api_key, admin_key)
         self._admin = {"Authorization": f"Bearer {admin_key}"} if admin_key else {}
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._http = aiohttp.ClientSession(
@@ -36,7 +37,7 @@ class InstanceClient:
             headers=headers,
             trust_env=False,
         )
-        self._polls = Polls(timeout_s=timeout_s, api_key=api_key)
+        self._polls = Polls(tls, timeout_s=timeout_s, api_key=api_key)
 
     async def close(self) -> None:
         await self._polls.close_polls()
@@ -133,8 +134,9 @@ class InstanceClient:
     async def _call(self, method: str, url: str, body: Mapping[str, Any] | None = None) -> bytes:
         """Those with a body are an operator's: they bring the admin key, where there is one."""
         headers = {} if body is None else self._admin
+        tls = self._tls.context if url.startswith("https:") else True
         try:
-            async with self._http.request(method, url, json=body, headers=headers) as response:
+            async with self._http.request(method, url, json=body, headers=headers, ssl=tls) as response:
                 content = await response.content.read(RESPONSE_BYTES)
                 if response.status >= 400:
                     text = quote_response(content, *self._keys)

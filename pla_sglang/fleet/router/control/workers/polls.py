@@ -15,6 +15,7 @@ from pla_sglang.fleet.router.http.head import ResponseHead
 from pla_sglang.fleet.router.relay.proxied_call import ProxiedCall
 from pla_sglang.fleet.router.relay.request_translation import host_header
 from pla_sglang.fleet.router.relay.upstream_connection import UpstreamPool
+from pla_sglang.fleet.router.tls import TlsContext
 from pla_sglang.fleet.router.wire.messages import FailureKind, WorkerEntry
 
 RESPONSE_BYTES = 4 << 20
@@ -34,17 +35,19 @@ def quote_response(body: bytes, *keys: str) -> str:
 class Polls:
     """Close it with ``close_polls``."""
 
-    def __init__(self, *, timeout_s: float, api_key: str = "") -> None:
+    def __init__(self, tls: TlsContext, *, timeout_s: float, api_key: str = "") -> None:
         self._timeout_s = timeout_s
         self._key = f"authorization: Bearer {api_key}\r\n" if api_key else ""
-        self._pool = UpstreamPool(asyncio.get_running_loop(), connect_timeout_s=timeout_s, idle_s=IDLE_S)
+        self._pool = UpstreamPool(asyncio.get_running_loop(), tls, connect_timeout_s=timeout_s, idle_s=IDLE_S)
 
     async def fetch_body(self, worker: Worker, target: str) -> bytes:
         """The answer's body. Raises NoResponseError, also where nobody listens."""
         host, port = worker.address.host, worker.address.port
         head = f"GET {target} HTTP/1.1\r\nhost: {host_header(host, port).decode()}\r\n{self._key}\r\n".encode()
         poll = _Poll(self._pool, f"{worker.url}{target}", timeout_s=self._timeout_s)
-        poll.send_request(WorkerEntry(worker.number, worker.view.name, host, port, worker.view.kind.value), head)
+        tls = worker.address.tls
+        entry = WorkerEntry(worker.number, worker.view.name, host, port, worker.view.kind.value, tls=tls)
+        poll.send_request(entry, head)
         try:
             return await poll.future
         finally:

@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 
 from pla_sglang.common.errors import ConfigError
+from pla_sglang.common.reading import Stamp, read_stamp
 from pla_sglang.fleet.router.control.workers.discovery import Address, parse_url
 from pla_sglang.fleet.router.control.workers.table import WorkerTable
 from pla_sglang.fleet.router.control.workers.worker_list import ListChanges, WorkerList
@@ -34,31 +35,23 @@ class WorkerFile:
     def __init__(self, path: Path, table: WorkerTable) -> None:
         self._path = path
         self._list = WorkerList(table)
-        self._stamp: tuple[int, int] | None = None
+        self._stamp: Stamp | None = None
 
     def reload(self, now_s: float) -> ListChanges:
         """Reads the file and changes the table. Raises ConfigError for a bad file; nothing changes then."""
-        self._stamp = self._read_stamp()
+        self._stamp = read_stamp(self._path)
         after = read_workers(self._path)
         changes = self._list.follow(after, now_s)
         logger.info("worker file: %d added, %d removed", len(changes.add), len(changes.remove))
         return changes
 
     def reload_if_changed(self, now_s: float) -> None:
-        if self._read_stamp() == self._stamp:
+        if read_stamp(self._path) == self._stamp:
             return
         try:
             self.reload(now_s)
         except ConfigError as error:
             logger.error("the worker file is left as it was: %s", error)
-
-    def _read_stamp(self) -> tuple[int, int] | None:
-        """Changes with the file: time of the last change and size."""
-        try:
-            status = self._path.stat()
-        except OSError:
-            return None
-        return status.st_mtime_ns, status.st_size
 
 
 def read_workers(path: Path) -> dict[Address, bool]:

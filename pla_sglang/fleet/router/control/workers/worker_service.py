@@ -27,7 +27,7 @@ from pla_sglang.fleet.router.control.workers.worker_list import WorkerList
 logger = logging.getLogger(__name__)
 FLAG = "--worker-service"
 GROUP = "apis/discovery.k8s.io/v1"
-PORT_NAME = "http"
+PORT_NAMES = ("http", "https")
 RETRY_S = 1.0  # after a server that is away, or a version that is too old
 PAUSE_S = 0.1  # between two watches
 
@@ -133,11 +133,11 @@ def read_endpoints(slices: Iterable[dict[str, Any]]) -> dict[Address, bool | Non
     for one in slices:
         try:
             endpoints = one.get("endpoints") or ()
-            port = _choose_port(one["metadata"]["name"], one.get("ports") or ()) if endpoints else 0
+            port, tls = _choose_port(one["metadata"]["name"], one.get("ports") or ()) if endpoints else (0, False)
             for endpoint in endpoints:
                 drain = _read_conditions(endpoint.get("conditions") or {})
                 for host in endpoint["addresses"]:
-                    address = parse_url(Address(host, port).url)
+                    address = parse_url(Address(host, port, tls=tls).url)
                     found[address] = max(found.get(address, True), drain, key=order.index)
         except (KeyError, TypeError, AttributeError) as error:
             raise WorkerError(f"an EndpointSlice is not as expected: {type(error).__name__}") from None
@@ -150,9 +150,11 @@ def _read_conditions(conditions: Mapping[str, Any]) -> bool | None:
     return None if conditions.get("ready") is False else False  # none: not known, which counts as ready
 
 
-def _choose_port(name: str, ports: Iterable[Mapping[str, Any]]) -> int:
-    """The port named "http", or the only one."""
-    numbers = {port.get("name") or "": port["port"] for port in ports if port.get("port")}
-    if PORT_NAME in numbers or len(numbers) == 1:
-        return int(numbers.get(PORT_NAME, next(iter(numbers.values()))))
-    raise WorkerError(f"EndpointSlice {name} has {len(numbers)} ports, and none is named {PORT_NAME}")
+def _choose_port(name: str, ports: Iterable[Mapping[str, Any]]) -> tuple[int, bool]:
+    """The port named "http", else "https", else the only one; and whether it takes TLS."""
+    by_name = {port.get("name") or "": port for port in ports if port.get("port")}
+    named = [by_name[one] for one in PORT_NAMES if one in by_name]
+    if not named and len(by_name) != 1:
+        raise WorkerError(f"EndpointSlice {name} has {len(by_name)} ports, and none is named {' or '.join(PORT_NAMES)}")
+    port = (named or list(by_name.values()))[0]
+    return int(port["port"]), "https" in (port.get("name"), port.get("appProtocol"))
