@@ -98,7 +98,7 @@ async def run_together(config: RouterConfig) -> int:
     from pla_sglang.fleet.router.relay.server import Relay
 
     worker_tls = TlsContext(config.relay.worker_tls, now_s=time.time())
-    plane = ControlPlane(config.control, router_key=make_router_key(), worker_tls=worker_tls)
+    plane = ControlPlane(config.control, router_key=make_router_key(), tls=worker_tls)
     stop = Stop(watch_stdin=False, pause_s=config.relay.drain_pause_s)
     await plane.start()
     relay = Relay(

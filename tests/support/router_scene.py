@@ -143,7 +143,7 @@ async def scene(
         await one.start()
     values = {"health": QUICK, "poll_interval_s": 0.05, "workers": tuple(one.url for one in instances)} | knobs
     tls = TlsContext(worker_tls or WorkerTls(), now_s=time.time())
-    plane = ControlPlane(ControlKnobs(**values), worker_tls=tls)
+    plane = ControlPlane(ControlKnobs(**values), tls=tls)
     await plane.start()
     try:
         made = Scene(plane, instances)

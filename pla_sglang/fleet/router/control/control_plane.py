@@ -71,6 +71,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 SWEEP_S = 0.25
 FILE_S = 1.0
+Clock = Callable[[], float]
 
 
 class ControlPlane:
@@ -79,7 +80,7 @@ class ControlPlane:
     Args:
         router_key: of this start of the router, by which stateless instances know it; empty: they take legs from
             anybody.
-        worker_tls: for instances with https; None: without files of its own.
+        tls: for instances with https; None: without files of its own.
         lease: by which it leads.
         described: what instances have said of themselves while it was a standby, by URL.
         has_standby: as in ``Succession``.
@@ -91,11 +92,11 @@ class ControlPlane:
         knobs: ControlKnobs,
         *,
         router_key: str = "",
-        worker_tls: TlsContext | None = None,
+        tls: TlsContext | None = None,
         lease: Lease = Lease(),  # noqa: B008
         described: Mapping[str, Description] | None = None,
         has_standby: Callable[[], bool | None] = lambda: None,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Clock = time.monotonic,
     ) -> None:
         self.knobs = knobs
         self._life = secrets.randbits(62)  # differs from that of any earlier life, also of another router
@@ -103,7 +104,7 @@ class ControlPlane:
         self._clock = clock
         self._tasks = Tasks()
         self._client: InstanceClient | None = None
-        self._worker_tls = worker_tls or TlsContext(WorkerTls(), now_s=time.time())
+        self._worker_tls = tls or TlsContext(WorkerTls(), now_s=time.time())
         self._state_file = StateFile(knobs.memory_file)
         self._journal = WorkerLog(lambda worker, since_s: find_fates(worker, self.dispatcher.known_records(), since_s))
         self.series = RouterSeries(

@@ -169,7 +169,7 @@ async def control_main(settings: dict[str, Any]) -> int:
         plane = ControlPlane(
             knobs,
             router_key=settings["router_key"],
-            worker_tls=worker_tls,
+            tls=worker_tls,
             lease=Lease(**orders.lease, relays=settings["relays"]),
             described=described,
             has_standby=lambda: orders.standby if has_standby else None,
