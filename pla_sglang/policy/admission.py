@@ -29,6 +29,7 @@ class AdmissionReason(enum.Enum):
     PROBE = "probe"  # let in against the prediction, to judge it
     OPEN_LIMIT = "open_limit"  # hard limit on open requests
     TTFT_LIMIT = "ttft_limit"  # hard limit on the predicted TTFT
+    TENANT_LIMIT = "tenant_limit"  # its tenant has used its share of prefill time
     QUEUE_LIMIT = "queue_limit"  # hard limit on requests that wait in the router
     DUPLICATE = "duplicate"  # a request with this id is open
     NO_INSTANCE = "no_instance"  # nobody became ready in time

@@ -179,8 +179,12 @@ class TtftPredictor:
 
     def own_s(self, request: RequestView, instance: InstanceView) -> float:
         """Prefill time of ``request`` itself there, on its uncached tokens."""
-        history = request.history_tokens(instance)
-        return self.curve(instance).time_s(request.input_tokens - history, history) * self.factor(instance)
+        return self.cost_s(request.input_tokens, request.history_tokens(instance), instance)
+
+    def cost_s(self, input_tokens: int, cached_tokens: int, instance: InstanceView) -> float:
+        """Prefill time of a prompt there, of which the cache has so much."""
+        history = min(cached_tokens, input_tokens - 1)
+        return self.curve(instance).time_s(input_tokens - history, history) * self.factor(instance)
 
     def ttft_s(self, request: RequestView, instance: InstanceView) -> float:
         """From now until the first token."""
