@@ -79,6 +79,11 @@ class LaunchConfig:
     migration: str | None = knob(
         None, "--migration {off,on}", "of our router: running requests can move", allowed=Choice(("off", "on"))
     )
+    standby: bool = knob(
+        False,
+        "--standby",
+        "of our router: a second control process takes over; needs --router-args '--relay-workers N'",
+    )
     router_port: int | None = knob(None, "--router-port", "default: a free port", allowed=Range(1, 65_535))
     router_args: str = knob("", "--router-args ARGS", "further arguments of the router")
     api_key: str = knob(
@@ -140,6 +145,9 @@ class LaunchConfig:
         moves = () if self.migration is None else ("--migration", self.migration)
         if moves and router != "pla":
             raise ConfigError(f"--migration {self.migration} is not for --router {router}; allowed: --router pla")
+        standby = ("--standby",) if self.standby else ()
+        if standby and router != "pla":
+            raise ConfigError(f"--standby is not for --router {router}; allowed: --router pla")
         for flag, key in (("--router-api-key", self.router_api_key), ("--router-admin-key", self.router_admin_key)):
             if key and router != "pla":
                 raise ConfigError(f"{flag} is not for --router {router}; allowed: --router pla")
@@ -153,7 +161,7 @@ class LaunchConfig:
             host=self.host,
             common=tuple(with_emulation(shlex.split(self.engine_args))),
             own={kind: tuple(shlex.split(getattr(self, f"{kind}_args"))) for kind in KINDS},
-            router_extra=(*moves, *shlex.split(self.router_args)),
+            router_extra=(*moves, *standby, *shlex.split(self.router_args)),
             start_timeout_s=self.start_timeout_s,
             most_instances=self.most_instances,
         )
