@@ -25,7 +25,6 @@ import signal
 import time
 from collections.abc import Sequence
 from itertools import count
-from typing import Any
 
 import psutil
 
