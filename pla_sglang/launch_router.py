@@ -95,10 +95,11 @@ def refuse_stated_lengths(lengths: str, environ: Mapping[str, str]) -> None:
 async def run_together(config: RouterConfig) -> int:
     """Relay and control plane on one event loop. Raises ConfigError and OSError."""
     from pla_sglang.fleet.router.control.control_plane import ControlPlane
+    from pla_sglang.fleet.router.control.succession import Preparation
     from pla_sglang.fleet.router.relay.server import Relay
 
-    worker_tls = TlsContext(config.relay.worker_tls, now_s=time.time())
-    plane = ControlPlane(config.control, router_key=make_router_key(), tls=worker_tls)
+    prepared = Preparation(config.control, tls=TlsContext(config.relay.worker_tls, now_s=time.time()))
+    plane = ControlPlane(config.control, prepared=prepared, router_key=make_router_key())
     stop = Stop(watch_stdin=False, pause_s=config.relay.drain_pause_s)
     await plane.start()
     relay = Relay(

@@ -41,7 +41,7 @@ from pla_sglang.testing.server import HttpError, ServerError, fetch
 AIM_S = 2.0
 SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP)
 CALM_S, THAW_S = 3.0, 1.0  # before each signal; from the end of a take-over to SIGCONT
-READY_S, TAKEN_S, REST_S = 60.0, 30.0, 30.0  # for a standby, a take-over and the end of all, of real time
+READY_S, OPEN_S, TAKEN_S, REST_S = 60.0, 60.0, 30.0, 30.0  # for a standby, for all streams, a take-over, the end
 POLL_S = 0.02
 OPEN_TOKENS, SHORT_TOKENS = (150, 400), (4, 16)  # of answers
 PROMPT_TOKENS = (40, 300)
@@ -88,6 +88,12 @@ class Load:
         prompt = chain.prompt_of(self._rng.randint(*PROMPT_TOKENS), tokens, self._rng)
         return Stream(rid=f"standby-{next(self._numbers):06d}", body=make_ids(prompt, tokens), due_s=due_s)
 
+    async def wait_all_open(self) -> None:
+        """Raises TimeoutError."""
+        async with asyncio.timeout(OPEN_S):
+            while self.count_open() < self._options.open:
+                await asyncio.sleep(POLL_S)
+
     def count_open(self) -> int:
         """Of those that are to be open all the time, those that have begun."""
         return sum(bool(stream.token_s) and not stream.is_over for stream in self.long)
@@ -115,10 +121,11 @@ async def wait_for_standby(url: str) -> Row:
 
 
 async def end_leader(url: str, number: signal.Signals, load: Load) -> Row:
-    """Raises TimeoutError."""
+    """Once all streams that are to be open have begun. Raises TimeoutError."""
     await wait_for_standby(url)
     await asyncio.sleep(CALM_S)
     leader = await wait_for_standby(url)
+    await load.wait_all_open()
     opened, at_s = load.count_open(), time.monotonic()
     os.kill(leader["pid"], number)
     async with asyncio.timeout(TAKEN_S):
@@ -152,8 +159,6 @@ async def run_through(url: str, options: Options) -> tuple[Load, list[Row], bool
     async with asyncio.TaskGroup() as group:
         group.create_task(load.run())
         try:
-            while load.count_open() < options.open:
-                await asyncio.sleep(POLL_S)
             takes = [await end_leader(url, number, load) for number in SIGNALS]
         finally:
             load.stop()

@@ -13,6 +13,7 @@ from fake_sglang import FakeSglang
 
 from pla_sglang.fleet.router.control.control_plane import ControlPlane
 from pla_sglang.fleet.router.control.knobs import ControlKnobs
+from pla_sglang.fleet.router.control.succession import Preparation
 from pla_sglang.fleet.router.control.workers.health import HealthKnobs
 from pla_sglang.fleet.router.tls import TlsContext, WorkerTls
 from pla_sglang.fleet.router.wire import messages as m
@@ -142,8 +143,8 @@ async def scene(
         one.hops = hops
         await one.start()
     values = {"health": QUICK, "poll_interval_s": 0.05, "workers": tuple(one.url for one in instances)} | knobs
-    tls = TlsContext(worker_tls or WorkerTls(), now_s=time.time())
-    plane = ControlPlane(ControlKnobs(**values), tls=tls)
+    prepared = Preparation(ControlKnobs(**values), tls=TlsContext(worker_tls or WorkerTls(), now_s=time.time()))
+    plane = ControlPlane(prepared.knobs, prepared=prepared)
     await plane.start()
     try:
         made = Scene(plane, instances)

@@ -207,9 +207,10 @@ async def take_over(here: Here) -> tuple[ControlPlane, ControlPlane]:
     """A planned take-over: the former and the next control plane, before anything else happens."""
     former, relay = here.plane, here.relay
     await former.stop()
-    said = {worker.url: worker.description for worker in former.table if worker.description is not None}
+    prepared = Preparation(former.knobs)
+    prepared.described |= {one.url: one.description for one in former.table if one.description is not None}
     lease = Lease(former.succession.lease.epoch + 1, time.monotonic(), 1)
-    here.plane = plane = ControlPlane(former.knobs, lease=lease, described=said)
+    here.plane = plane = ControlPlane(former.knobs, lease=lease, prepared=prepared)
     await plane.start()
     relay.context.send_to_control = plane.on_message
     plane.attach_relay(0, relay)
@@ -261,8 +262,8 @@ async def test_instances_that_were_ready_serve_at_once(tmp_path: Path) -> None:
         following.cancel()
         assert drained.url not in preparation.described
         one.instances[3].info["random_seed"] = 2
-        described = {url: said for url, said in preparation.described.items() if url != replaced.url}
-        plane = ControlPlane(one.plane.knobs, lease=Lease(2, time.monotonic(), 0), described=described)
+        del preparation.described[replaced.url]
+        plane = ControlPlane(one.plane.knobs, lease=Lease(2, time.monotonic(), 0), prepared=preparation)
         await plane.start()
         try:
             states = {worker.number: worker.state for worker in plane.table}
@@ -327,6 +328,26 @@ def test_a_standby_that_ends_changes_nothing(router: Running) -> None:
     until(lambda: not read_control(router)["standby"], what="word of the loss")
     until(lambda: read_control(router)["standby"], what="the next standby")
     assert {**before, "standby": True} == read_control(router)
+
+
+def test_a_router_whose_control_cannot_start_again_goes_on_trying(tmp_path: Path) -> None:
+    """The worker file is broken at that moment: the stream ends well, and later the router serves again."""
+    file = tmp_path / "workers.json"
+    with running_mocks("unified") as mocks:
+        listed = json.dumps({"workers": [{"url": url} for url in mocks.urls]})
+        file.write_text(listed)
+        with started("--relay-workers", "1", "--worker-file", str(file)) as router:
+            until(router.healthy, what="a router that serves")
+            stream = Stream(router.port, 100)
+            until(lambda: stream.events > 2, what="a stream under way")
+            file.write_text("{")
+            [control] = router.children("control")
+            control.kill()
+            stream.join(20)
+            assert stream.events == 100
+            assert router.process.poll() is None
+            file.write_text(listed)
+            until(router.healthy, what="a router that serves again")
 
 
 def test_the_end_leaves_no_process(router: Running) -> None:

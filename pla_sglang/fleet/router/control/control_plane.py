@@ -38,7 +38,7 @@ from pla_sglang.fleet.router.control.requests.prompts import Prompts, load_token
 from pla_sglang.fleet.router.control.requests.running_requests import RunningRequests
 from pla_sglang.fleet.router.control.scale_orders import ScaleOrders
 from pla_sglang.fleet.router.control.silence import SilenceWatch
-from pla_sglang.fleet.router.control.succession import Lease, Succession
+from pla_sglang.fleet.router.control.succession import Lease, Preparation, Succession
 from pla_sglang.fleet.router.control.watch import FleetWatch, describe_fleet, note_move
 from pla_sglang.fleet.router.control.workers.abort_order import AbortOrder
 from pla_sglang.fleet.router.control.workers.batching import BatchingOrders
@@ -54,7 +54,6 @@ from pla_sglang.fleet.router.control.workers.tasks import Tasks
 from pla_sglang.fleet.router.control.workers.worker_file import WorkerFile
 from pla_sglang.fleet.router.control.workers.worker_log import NO_WORKERS, WorkerLog
 from pla_sglang.fleet.router.control.workers.worker_service import WorkerService
-from pla_sglang.fleet.router.tls import TlsContext, WorkerTls
 from pla_sglang.fleet.router.wire import messages as m
 from pla_sglang.fleet.router.wire.protocols import RelayPort
 from pla_sglang.load.prefix_index import PrefixIndex
@@ -80,9 +79,8 @@ class ControlPlane:
     Args:
         router_key: of this start of the router, by which stateless instances know it; empty: they take legs from
             anybody.
-        tls: for instances with https; None: without files of its own.
+        prepared: None: nothing, and TLS without files of its own.
         lease: by which it leads.
-        described: what instances have said of themselves while it was a standby, by URL.
         has_standby: as in ``Succession``.
         clock: monotonic seconds, the relays' clock.
     """
@@ -92,19 +90,17 @@ class ControlPlane:
         knobs: ControlKnobs,
         *,
         router_key: str = "",
-        tls: TlsContext | None = None,
+        prepared: Preparation | None = None,
         lease: Lease = Lease(),  # noqa: B008
-        described: Mapping[str, Description] | None = None,
         has_standby: Callable[[], bool | None] = lambda: None,
         clock: Clock = time.monotonic,
     ) -> None:
         self.knobs = knobs
         self._life = secrets.randbits(62)  # differs from that of any earlier life, also of another router
-        self._described = described or {}
+        self._prepared = prepared or Preparation(knobs)
         self._clock = clock
         self._tasks = Tasks()
         self._client: InstanceClient | None = None
-        self._worker_tls = tls or TlsContext(WorkerTls(), now_s=time.time())
         self._state_file = StateFile(knobs.memory_file)
         self._journal = WorkerLog(lambda worker, since_s: find_fates(worker, self.dispatcher.known_records(), since_s))
         self.series = RouterSeries(
@@ -227,7 +223,7 @@ class ControlPlane:
         if knobs.trace_endpoint:
             self.dispatcher.tracing = load_tracing(knobs, self._clock)
         self._client = client = InstanceClient(
-            self._worker_tls,
+            self._prepared.tls,
             timeout_s=knobs.health.timeout_s,
             api_key=knobs.worker_api_key,
             admin_key=knobs.worker_admin_key,
@@ -248,7 +244,7 @@ class ControlPlane:
             raise
         self._call_every(m.HEARTBEAT_INTERVAL_S, self._relays.send_heartbeat)
         self._call_every(SWEEP_S, self._sweep)
-        self._call_every(FILE_S, lambda: self._worker_tls.follow_files(time.time()))
+        self._call_every(FILE_S, lambda: self._prepared.tls.follow_files(time.time()))
         if self._worker_file is not None:
             follow = self._worker_file.reload_if_changed
             self._call_every(FILE_S, lambda: follow(self._clock()))
@@ -401,7 +397,7 @@ class ControlPlane:
     def _resume_workers(self) -> None:
         """Behind another control plane: instances that it had as ready need not be asked first."""
         for saved in self._state_file.state.workers if self.succession.lease.lost_s is not None else ():
-            said, worker = self._described.get(saved.url), self.table.by_number[saved.number]
+            said, worker = self._prepared.described.get(saved.url), self.table.by_number[saved.number]
             if saved.ready and said is not None and said.identity == saved.identity:
                 self._monitor.resume_worker(worker, said, saved)
 

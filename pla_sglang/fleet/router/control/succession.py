@@ -22,7 +22,7 @@ from pla_sglang.fleet.router.control.workers.discovery import Description, parse
 from pla_sglang.fleet.router.control.workers.errors import NoResponseError, UnreachableError, WorkerError
 from pla_sglang.fleet.router.control.workers.instance_client import InstanceClient
 from pla_sglang.fleet.router.control.workers.state_file import SavedWorker, load_state
-from pla_sglang.fleet.router.tls import TlsContext
+from pla_sglang.fleet.router.tls import TlsContext, WorkerTls
 from pla_sglang.policy_packages import find_policy
 
 logger = logging.getLogger(__name__)
@@ -46,23 +46,28 @@ class Lease:
 
 
 class Preparation:
-    """What a standby gets to know of the instances that serve, each process of theirs once. ``described``: by URL."""
+    """What a control process has before it leads.
 
-    def __init__(self, knobs: ControlKnobs, worker_tls: TlsContext) -> None:
-        self._tls = worker_tls
+    Attributes:
+        tls: for instances with https.
+        described: what a standby gets to know of the instances that serve, each process of theirs once, by URL.
+    """
+
+    def __init__(self, knobs: ControlKnobs, *, tls: TlsContext | None = None) -> None:
+        self.knobs = knobs
+        self.tls = tls or TlsContext(WorkerTls(), now_s=time.time())
         self.described: dict[str, Description] = {}
-        self._knobs = knobs
         self._reads_prompts = not find_policy(knobs.policy).length_blind
 
     async def follow_workers(self) -> None:
         """Never ends."""
-        knobs = self._knobs
+        knobs = self.knobs
         client = InstanceClient(
-            self._tls, timeout_s=knobs.health.timeout_s, api_key=knobs.worker_api_key, admin_key=knobs.worker_admin_key
+            self.tls, timeout_s=knobs.health.timeout_s, api_key=knobs.worker_api_key, admin_key=knobs.worker_admin_key
         )
         try:
             while True:
-                self._tls.follow_files(time.time())
+                self.tls.follow_files(time.time())
                 await asyncio.gather(*(self._describe(client, worker) for worker in self._find_unknown()))
                 await asyncio.sleep(FOLLOW_S)
         finally:
@@ -71,7 +76,7 @@ class Preparation:
     def _find_unknown(self) -> list[SavedWorker]:
         """Those that the leader has as ready, and that are not described."""
         try:
-            workers = [] if self._knobs.memory_file is None else load_state(self._knobs.memory_file).workers
+            workers = [] if self.knobs.memory_file is None else load_state(self.knobs.memory_file).workers
         except ConfigError:  # the leader says so
             return []
         known = {url: said.identity for url, said in self.described.items()}
@@ -84,7 +89,7 @@ class Preparation:
             return
         self.described[worker.url] = said
         if self._reads_prompts:
-            load_tokenizer(self._knobs.tokenizer or said.tokenizer)
+            load_tokenizer(self.knobs.tokenizer or said.tokenizer)
 
 
 class Succession:

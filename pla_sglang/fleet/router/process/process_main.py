@@ -20,13 +20,16 @@ import signal
 import sys
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import uvloop
 
 from pla_sglang.common.cli import Settings, report_error
 from pla_sglang.common.errors import ConfigError, PlaError
 from pla_sglang.fleet.router.wire.messages import HEARTBEAT_INTERVAL_S
+
+if TYPE_CHECKING:
+    from pla_sglang.fleet.router.control.succession import Preparation
 
 LATE_S = 5.0  # a relay whose launcher does not end the pause in time ends it so much later by itself
 RARELY = 10_000  # objects that must have been added until the collector looks at the youngest; Python's own value: 700
@@ -145,46 +148,54 @@ async def relay_main(settings: dict[str, Any]) -> int:
 async def control_main(settings: dict[str, Any]) -> int:
     """Keys: address, given (``Settings.given``), router_key (as in ``ControlPlane``), relays (their number), standby
     (whether there are two such processes). It leads from the launcher's word on."""
-    from pla_sglang.fleet.router.control.control_plane import ControlPlane
     from pla_sglang.fleet.router.control.knobs import ControlKnobs
-    from pla_sglang.fleet.router.control.succession import Lease, Preparation
+    from pla_sglang.fleet.router.control.succession import Preparation
     from pla_sglang.fleet.router.tls import TlsContext, WorkerTls
-    from pla_sglang.fleet.router.wire.endpoints import ControlWire
 
-    given = Settings(settings["given"])
-    knobs, has_standby = given.build(ControlKnobs), settings["standby"]
+    given, has_standby = Settings(settings["given"]), settings["standby"]
     with failing_files():
         worker_tls = TlsContext(given.build(WorkerTls), now_s=time.time())
+    prepared = Preparation(given.build(ControlKnobs), tls=worker_tls)
     orders = ControlOrders()
     stop = Stop(watch_stdin=True, on_line=orders.on_line)
-    beating, described = None, {}
+    beating = None
     if has_standby:
         settle_memory()
         beating = asyncio.ensure_future(send_beats())
-        preparation = Preparation(knobs, worker_tls)
-        described = preparation.described
-        await until_first(preparation.follow_workers(), orders.leads.wait(), stop.asked.wait())
+        await until_first(prepared.follow_workers(), orders.leads.wait(), stop.asked.wait())
     await until_first(orders.leads.wait(), stop.asked.wait())
     if orders.lease is not None and not stop.asked.is_set():
-        plane = ControlPlane(
-            knobs,
-            router_key=settings["router_key"],
-            tls=worker_tls,
-            lease=Lease(**orders.lease, relays=settings["relays"]),
-            described=described,
-            has_standby=lambda: orders.standby if has_standby else None,
-        )
-        await plane.start()
-        wire = ControlWire(settings["address"], plane, now_s=time.monotonic)
-        await wire.start_listening()
-        if not has_standby:
-            settle_memory()
-        await stop.asked.wait()
-        wire.close_wire()
-        await plane.stop()
+        await lead(settings, prepared, orders, stop)
     if beating is not None:
         beating.cancel()
     return 0
+
+
+async def lead(settings: dict[str, Any], prepared: Preparation, orders: ControlOrders, stop: Stop) -> None:
+    """Until ``stop``. What the first control process could do and a later one cannot may work at the next try, and
+    streams go on meanwhile: it is no refusal."""
+    from pla_sglang.fleet.router.control.control_plane import ControlPlane
+    from pla_sglang.fleet.router.control.succession import Lease
+    from pla_sglang.fleet.router.wire.endpoints import ControlWire
+
+    assert orders.lease is not None, "it leads"
+    lease = Lease(**orders.lease, relays=settings["relays"])
+    with contextlib.nullcontext() if lease.lost_s is None else failing_files():
+        plane = ControlPlane(
+            prepared.knobs,
+            prepared=prepared,
+            router_key=settings["router_key"],
+            lease=lease,
+            has_standby=lambda: orders.standby if settings["standby"] else None,
+        )
+        await plane.start()
+    wire = ControlWire(settings["address"], plane, now_s=time.monotonic)
+    await wire.start_listening()
+    if not settings["standby"]:
+        settle_memory()
+    await stop.asked.wait()
+    wire.close_wire()
+    await plane.stop()
 
 
 class ControlOrders:
