@@ -43,6 +43,7 @@ QUIET = {
     "cooling_down_requests",
     *("planned_instances", "planned_requests", "plan_load", "plan_forecast", "gpu_hours"),  # of a planner
     *("instance_starts_total", "instance_start_seconds"),
+    *("takeover_seconds", "standby_ready"),  # of a control process of its own
 } | {
     "worker_errors",
     *("prefix_predicted_tokens_total", "prefix_hit_tokens_total", "prefix_prompt_tokens_total"),  # no answer says

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import itertools
 import logging
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from pla_sglang.common.errors import ConfigError
@@ -27,7 +26,7 @@ from pla_sglang.fleet.router.control.gauges import gauges, state_of
 from pla_sglang.fleet.router.control.knobs import ControlKnobs
 from pla_sglang.fleet.router.control.late_placement import LatePlacement
 from pla_sglang.fleet.router.control.migration import Migration
-from pla_sglang.fleet.router.control.observability.series import RouterSeries
+from pla_sglang.fleet.router.control.observability.series import RouterSeries, Row
 from pla_sglang.fleet.router.control.policy_setup import LivePolicy, RouterEffects
 from pla_sglang.fleet.router.control.relay_ports import RelayPorts
 from pla_sglang.fleet.router.control.request_dispatcher import RequestDispatcher
@@ -103,10 +102,7 @@ class ControlPlane:
         self._client: InstanceClient | None = None
         self._state_file = StateFile(knobs.memory_file)
         self._journal = WorkerLog(lambda worker, since_s: find_fates(worker, self.dispatcher.known_records(), since_s))
-        self.series = RouterSeries(
-            lambda: itertools.chain(self.succession.gauges(), gauges(self.dispatcher, self.scaling, self._clock())),
-            self._find_length_errors,
-        )
+        self.series = RouterSeries(self._read_gauges, self._find_length_errors)
         self.series.takeovers.inc(by=lease.epoch - 1)
         policy = find_policy(knobs.policy)
         self._length_blind = policy.length_blind
@@ -126,18 +122,12 @@ class ControlPlane:
         self.migration = self._make_migration(booking)
         self.policy = self._make_policy(booking)
         self._peering.wanted_rows = self.policy.wanted_rows
+        send_message, order_abort = self._relays.send_message, self._monitor.abort
         self.dispatcher = RequestDispatcher(
-            knobs,
-            health,
-            self.policy,
-            booking,
-            send_message=self._relays.send_message,
-            order_abort=self._monitor.abort,
+            knobs, health, self.policy, booking, send_message=send_message, order_abort=order_abort
         )
-        self._events = RequestEvents(
-            self.dispatcher, send_message=self._relays.send_message, order_abort=self._monitor.abort
-        )
-        self._silence = SilenceWatch(self.dispatcher, send_message=self._relays.send_message)
+        self._events = RequestEvents(self.dispatcher, send_message=send_message, order_abort=order_abort)
+        self._silence = SilenceWatch(self.dispatcher, send_message=send_message)
         self._late = LatePlacement(self.dispatcher, self.migration)
         self._drains = Drains(self.dispatcher, self.migration, clock=clock)
         self._routes = AdminRoutes(self, clock)
@@ -497,6 +487,10 @@ class ControlPlane:
         self.scaling.note_tick(runner.policy.controllers, actions, before, now_s)
         self._batching.order_batching(self.policy.batching)
         self.dispatcher.dispatch_pending(now_s)
+
+    def _read_gauges(self) -> Iterator[Row]:
+        yield from self.succession.gauges()
+        yield from gauges(self.dispatcher, self.scaling, self._clock())
 
     def _find_length_errors(self) -> Mapping[tuple[int, int], ErrorSums]:
         return self.policy.running.lengths.sums
