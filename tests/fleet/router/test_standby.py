@@ -106,12 +106,13 @@ def test_one_that_stands_still_is_ended_before_the_next_one_leads(launcher: Laun
 
 
 def test_nobody_is_ended_where_all_stand_still(launcher: Launcher) -> None:
-    """A machine that was suspended, or the launcher itself: the standby was not heard lately, either."""
+    """The machine was suspended, or the launcher was: what comes first after that may be a beat of the standby."""
     launcher.pass_time(1.0, launcher.one, launcher.two)
+    launcher.pass_time(2.0)
+    assert not launcher.one.killed
     launcher.now_s += 60.0
-    launcher.lead.check_silence()
-    launcher.lead.on_beat(launcher.one)
     launcher.lead.on_beat(launcher.two)
+    launcher.lead.check_silence()
     launcher.pass_time(3.0, launcher.one, launcher.two)
     assert not launcher.one.killed
 
