@@ -32,6 +32,7 @@ from pla_sglang.fleet.router.process.leadership import FRESH_S, SILENT_S, Leader
 from pla_sglang.fleet.router.wire import messages as m
 from pla_sglang.launch_cluster import main as cluster_main
 from pla_sglang.launch_router import main
+from pla_sglang.policy.interface.prefill import PrefillClass
 from pla_sglang.testing.mock_instance import running_mocks
 
 # -- who leads ---------------------------------------------------------------------------------------------------------
@@ -275,6 +276,22 @@ async def test_instances_that_were_ready_serve_at_once(tmp_path: Path) -> None:
             assert (view.role.value, view.role_epoch) == (other, epoch + 1)
         finally:
             await plane.stop()
+
+
+async def test_pools_are_those_of_the_former_one(tmp_path: Path) -> None:
+    """Not those that the instances were in when the standby asked them."""
+    async with scene(["prefill", "prefill", "decode"], policy="pla", memory_file=tmp_path / "memory.json") as one:
+        described = {worker.url: worker.description for worker in one.plane.table if worker.description is not None}
+        views = [worker.view for worker in one.plane.table.workers[:2]]
+        views[0].length_class, views[1].length_class = views[1].length_class, views[0].length_class
+        one.plane.save_later()
+        await one.plane.stop()
+        plane = ControlPlane(one.plane.knobs, lease=Lease(2, time.monotonic(), 0), described=described)
+        await plane.start()
+        classes = [worker.view.length_class for worker in plane.table.workers[:2]]
+        await plane.stop()
+        assert classes == [view.length_class for view in views]
+        assert set(classes) == set(PrefillClass)
 
 
 # -- the processes -----------------------------------------------------------------------------------------------------

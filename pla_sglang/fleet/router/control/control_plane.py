@@ -59,7 +59,7 @@ from pla_sglang.load.prefix_index import PrefixIndex
 from pla_sglang.policy.common.device_clock import DeviceClock
 from pla_sglang.policy.common.length_errors import ErrorSums
 from pla_sglang.policy.common.plan_log import count_instances
-from pla_sglang.policy.interface.decisions import SetRole
+from pla_sglang.policy.interface.decisions import SetLengthClass, SetRole
 from pla_sglang.policy_packages import find_policy
 from pla_sglang.profiles.load import load_profile
 
@@ -393,7 +393,7 @@ class ControlPlane:
 
     def _on_action(self, kind: str, reason: str) -> None:
         self.series.actions.inc(kind, reason)
-        if kind == SetRole.__name__:
+        if kind in (SetRole.__name__, SetLengthClass.__name__):
             self._state_file.mark_changed()
 
     def _on_description(self, description: Description) -> None:

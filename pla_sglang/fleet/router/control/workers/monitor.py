@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -220,8 +221,9 @@ class InstanceMonitor:
         gets requests at once, and is checked like all others."""
         if saved.role:
             worker.ordered_role = Role(saved.role)
+        length_class = PrefillClass(saved.length_class) if saved.length_class else None
         with contextlib.suppress(WorkerError):
-            self._enter_description(worker, said)
+            self._enter_description(worker, dataclasses.replace(said, length_class=length_class))
             worker.view.role_epoch = saved.role_epoch
             self._health.on_probe(worker, ProbeResult.OK, self._clock())
 

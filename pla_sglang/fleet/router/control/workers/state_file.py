@@ -25,6 +25,7 @@ class SavedWorker(msgspec.Struct, omit_defaults=True):
         identity: that of its process; another process gets another number.
         ready: it gets requests.
         role, role_epoch: of a stateless instance.
+        length_class: of its prompts; empty: both.
     """
 
     number: int
@@ -35,6 +36,7 @@ class SavedWorker(msgspec.Struct, omit_defaults=True):
     ready: bool = False
     role: str = ""
     role_epoch: int = 0
+    length_class: str = ""
 
 
 class SavedState(msgspec.Struct):

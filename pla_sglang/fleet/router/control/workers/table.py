@@ -167,6 +167,8 @@ class Worker:
         saved = SavedWorker(self.number, self.url, identity, draining, self.leaves, self.is_ready())
         if self.description is not None and not self.view.fixed_role:
             saved.role, saved.role_epoch = self.view.role.value, self.view.role_epoch
+        if self.view.length_class is not None:
+            saved.length_class = self.view.length_class.value
         return saved
 
     def to_row(self, now_s: float, ttft: TtftSums, step_times: str | None = None) -> WorkerRow:
