@@ -220,12 +220,21 @@ async def take_over(here: Here) -> tuple[ControlPlane, ControlPlane]:
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("modes", [["null"] * 3, ["prefill", "prefill", "decode"]])
-async def test_the_ledger_is_that_of_one_that_saw_all_events(modes: list[str], seed: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("modes", "policy"),
+    [
+        (["null"] * 3, "least-requests"),
+        (["prefill", "prefill", "decode"], "static-pd-round-robin"),
+        (["stateless"] * 3, "arrow"),
+    ],
+)
+async def test_the_ledger_is_that_of_one_that_saw_all_events(
+    modes: list[str], policy: str, seed: int, tmp_path: Path
+) -> None:
     rng = random.Random(seed)
-    policy = "least-requests" if modes[0] == "null" else "static-pd-round-robin"
     async with together(modes, policy=policy, memory_file=tmp_path / "memory.json") as here:
-        asking, gone, sizes = [], set(), []
+        asking, gone, sizes, attempts = [], set(), [], []
+        here.fakes[0].script.refusals = [503] * 12 if "decode" not in modes else []  # others take them
         for take in range(3):
             for number in range(20):
                 rid = f"{take}-{number}-x"
@@ -238,10 +247,12 @@ async def test_the_ledger_is_that_of_one_that_saw_all_events(modes: list[str], s
             assert after == before
             assert plane.succession.takeover_s is not None
             sizes.append(after["live"])
+            attempts += [request[1] for request in after["requests"].values()]
         answers = await asyncio.gather(*asking)
         assert all(answer == (200, 5) for answer in answers if answer[0])
         assert sum(answer[0] == 0 for answer in answers) <= len(gone)
         assert max(sizes) > 3
+        assert "decode" in modes or max(attempts) > 1
         ledger = await here.at_rest()
         assert ledger["opened"] == sum(ledger["ended"].values())
         await here.plane.stop()
