@@ -23,6 +23,7 @@ from pla_sglang.fleet.reserved import make_router_key
 from pla_sglang.fleet.router.config import RelayConfig
 from pla_sglang.fleet.router.control.knobs import ControlKnobs
 from pla_sglang.fleet.router.control.requests.moves import LENGTHS, STATED
+from pla_sglang.fleet.router.keys_file import KeysFile, read_keys
 from pla_sglang.fleet.router.process.process_main import Stop, run_main, settle_memory, until_first
 from pla_sglang.fleet.router.process.supervisor import supervise_processes
 from pla_sglang.fleet.router.tls import TlsContext, check_files
@@ -98,7 +99,12 @@ async def run_together(config: RouterConfig) -> int:
     from pla_sglang.fleet.router.control.succession import Preparation
     from pla_sglang.fleet.router.relay.server import Relay
 
-    prepared = Preparation(config.control, tls=TlsContext(config.relay.worker_tls, now_s=time.time()))
+    files = config.relay
+    prepared = Preparation(
+        config.control,
+        tls=TlsContext(files.worker_tls, now_s=time.time()),
+        keys=None if files.keys_file is None else KeysFile(files.keys_file),
+    )
     plane = ControlPlane(config.control, prepared=prepared, router_key=make_router_key())
     stop = Stop(watch_stdin=False, pause_s=config.relay.drain_pause_s)
     await plane.start()
@@ -148,6 +154,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         config, settings = read_config(argv)
         for files in (config.relay.tls, config.relay.worker_tls):
             check_files(files, now_s=time.time())
+        if config.relay.keys_file is not None:
+            read_keys(config.relay.keys_file)
     except PlaError as error:
         return cli.report_error(error)
     work: Any = run_apart(config, settings) if config.relays else run_together(config)

@@ -222,10 +222,8 @@ class FakeSglang:
         self.rooms, self.script = rooms, script or Script()
         self.stateless = mode == "stateless"
         self.info = {**INFO, "disaggregation_mode": "null" if self.stateless else mode, **info}
-        self.has_role = has_role
-        self.tls = tls  # as with --ssl-certfile and --ssl-keyfile
-        self.batches = batches  # by DOPD's Algorithm 1
-        self.hops = False
+        self.has_role, self.tls = has_role, tls  # tls: as with --ssl-certfile and --ssl-keyfile
+        self.hops, self.batches = False, batches  # batches: by DOPD's Algorithm 1
         # what it says, and does not do
         self.load = dict(LOAD)
         self.healthy = True

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 from pla_sglang.common.checks import KEY, Range, check_fields, knob
+from pla_sglang.common.errors import ConfigError
 from pla_sglang.fleet.router.tls import ClientTls, WorkerTls
 
 DAY = Range(0, 86_400, "s", above=True)
@@ -32,6 +34,11 @@ class RelayConfig:
         allowed=KEY,
         secret=True,
         variable="PLA_ROUTER_ADMIN_KEY",
+    )
+    keys_file: Path | None = knob(
+        None,
+        "--keys-file FILE",
+        "JSON with hashes of clients' keys, their tenants and limits, in place of --api-key; read when it changes",
     )
     access_log: str = knob("off", "--access-log FILE", "off, - (stderr) or a file: one JSON object a request")
     max_head_bytes: int = knob(
@@ -110,3 +117,12 @@ class RelayConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.keys_file is not None and self.api_key:
+            raise ConfigError("--keys-file and --api-key cannot be given together; allowed: one of them")
+        if self.keys_file is not None and not self.admin_key:
+            raise ConfigError("--keys-file needs --admin-key, as no client's key is one for operators")
+
+    @property
+    def checks_keys(self) -> bool:
+        """What a client sends as its key is for the router, and goes to no instance."""
+        return bool(self.api_key) or self.keys_file is not None

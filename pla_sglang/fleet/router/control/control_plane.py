@@ -234,12 +234,21 @@ class ControlPlane:
             raise
         self._call_every(m.HEARTBEAT_INTERVAL_S, self._relays.send_heartbeat)
         self._call_every(SWEEP_S, self._sweep)
-        self._call_every(FILE_S, lambda: self._prepared.tls.follow_files(time.time()))
+        if self._prepared.keys is not None:
+            self.dispatcher.limits.set_limits(self._prepared.keys.keys.limits)
+        self._call_every(FILE_S, self._follow_files)
         if self._worker_file is not None:
             follow = self._worker_file.reload_if_changed
             self._call_every(FILE_S, lambda: follow(self._clock()))
         if self._service is not None:
             self._tasks.spawn(self._service.follow())
+
+    def _follow_files(self) -> None:
+        """Certificates, and the limits of tenants."""
+        self._prepared.tls.follow_files(time.time())
+        keys = self._prepared.keys
+        if keys is not None and keys.follow_file():
+            self.dispatcher.limits.set_limits(keys.keys.limits)
 
     async def stop(self) -> None:
         await self._tasks.close()

@@ -29,6 +29,9 @@ def gauges(dispatcher: RequestDispatcher, scaling: ScaleOrders, now_s: float) ->
     yield "queued_requests", "Requests that wait in the router for an instance.", {}, float(len(dispatcher.queue))
     budget = dispatcher.retry_budget.left(now_s)
     yield "retry_budget_left", "Refused requests that may be sent to another instance now.", {}, budget
+    for tenant, left_s in dispatcher.limits.find_left_s(dispatcher.policy.clock.device_s(now_s)):
+        text = "Prefill time that a tenant may use now, in device seconds; below 0: a debt."
+        yield "tenant_limit_left_seconds", text, {"tenant": tenant}, left_s
     yield "transfer_ids", "Transfer ids that instances may still use.", {}, float(len(dispatcher.ledger.rooms))
     states = Counter(worker.shown_state for worker in dispatcher.table)
     for state in SHOWN_STATES:

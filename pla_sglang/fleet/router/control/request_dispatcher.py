@@ -51,6 +51,7 @@ from pla_sglang.policy.interface.fleet import InstanceView, RequestView
 from pla_sglang.policy.interface.reasons import FleetReason
 from pla_sglang.policy.pairs import SERVES_WHOLE, Choice, PairRunner
 from pla_sglang.policy.retry_budget import RetryBudget
+from pla_sglang.policy.tenant_limits import TenantLimits
 
 if TYPE_CHECKING:
     from pla_sglang.fleet.router.control.observability.tracing import OtlpTracing
@@ -112,6 +113,7 @@ class RequestDispatcher:
         self.tracing: OtlpTracing | None = None  # None: no spans
         self.duplicates: Counter[str] = Counter()  # refused for their id; their Completed is not that of the first
         self.exclusions = Exclusions(self.table, knobs.exclusions)
+        self.limits = TenantLimits()
         self.retry_budget = RetryBudget(knobs.retry_budget)
         self.suspects = Suspects(policy, health.knobs)
         self._aside: dict[str, Aside] = {}
@@ -373,6 +375,8 @@ class RequestDispatcher:
         view.predicted_ttft_s, own_s = choice.expected_s(view, self.policy.predictor)
         clock = self.policy.clock
         verdict = self.admission.judge(clock.known_wall_s(view.predicted_ttft_s), record.ttft.slo_s)
+        if over is None and verdict.admitted and own_s is not None:  # what follows a first attempt is paid for
+            verdict = self._charge_tenant(record, own_s, now_s) or verdict
         if waits and not verdict.admitted:
             self._drop(record, verdict)
             return True
@@ -380,6 +384,15 @@ class RequestDispatcher:
         self._count_choice(record, choice, verdict, excluded)
         self._assign(record, choice, now_s)
         return True
+
+    def _charge_tenant(self, record: RequestRecord, cost_s: float, now_s: float) -> Verdict | None:
+        """None: its tenant may."""
+        clock = self.policy.clock
+        wait_s = self.limits.charge(record.ask.tenant, cost_s, clock.device_s(now_s))
+        if wait_s is not None:
+            return Verdict(False, AdmissionReason.TENANT_LIMIT, clock.wall_s(wait_s))
+        record.charged_s = cost_s
+        return None
 
     def _tell_policy(self, record: RequestRecord, runner: PairRunner, now_s: float) -> None:
         if not record.known_to_policy:

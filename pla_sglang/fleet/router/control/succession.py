@@ -22,6 +22,7 @@ from pla_sglang.fleet.router.control.workers.discovery import Description, parse
 from pla_sglang.fleet.router.control.workers.errors import NoResponseError, UnreachableError, WorkerError
 from pla_sglang.fleet.router.control.workers.instance_client import InstanceClient
 from pla_sglang.fleet.router.control.workers.state_file import SavedWorker, load_state
+from pla_sglang.fleet.router.keys_file import KeysFile
 from pla_sglang.fleet.router.tls import TlsContext, WorkerTls
 from pla_sglang.policy_packages import find_policy
 
@@ -50,11 +51,12 @@ class Preparation:
 
     Attributes:
         tls: for instances with https.
+        keys: of clients, for the limits of their tenants; None: nobody has one.
         described: what a standby gets to know of the instances that serve, each process of theirs once, by URL.
     """
 
-    def __init__(self, knobs: ControlKnobs, *, tls: TlsContext | None = None) -> None:
-        self.knobs = knobs
+    def __init__(self, knobs: ControlKnobs, *, tls: TlsContext | None = None, keys: KeysFile | None = None) -> None:
+        self.knobs, self.keys = knobs, keys
         self.tls = tls or TlsContext(WorkerTls(), now_s=time.time())
         self.described: dict[str, Description] = {}
         self._reads_prompts = not find_policy(knobs.policy).length_blind

@@ -116,12 +116,14 @@ _FRAMING = _HOP | {b"content-length", b"transfer-encoding"}
 
 
 class RequestHead(Head):
-    """Attributes: method, target (in origin form), path and query (split at the first "?")."""
+    """Attributes: method, target (in origin form), path and query (split at the first "?"), and tenant: whose key it
+    brings, once that was found good; None: keys have no tenants."""
 
-    __slots__ = ("method", "path", "query", "target")
+    __slots__ = ("method", "path", "query", "target", "tenant")
 
     def __init__(self, line: tuple[str, bytes, str, str, int], headers: list[tuple[bytes, bytes]]) -> None:
         self.method, self.target, self.path, self.query, minor = line
+        self.tenant: str | None = None
         super().__init__(minor, headers)
 
 

@@ -148,14 +148,18 @@ async def relay_main(settings: dict[str, Any]) -> int:
 async def control_main(settings: dict[str, Any]) -> int:
     """Keys: address, given (``Settings.given``), router_key (as in ``ControlPlane``), relays (their number), standby
     (whether there are two such processes). It leads from the launcher's word on."""
+    from pla_sglang.fleet.router.config import RelayConfig
     from pla_sglang.fleet.router.control.knobs import ControlKnobs
     from pla_sglang.fleet.router.control.succession import Preparation
+    from pla_sglang.fleet.router.keys_file import KeysFile
     from pla_sglang.fleet.router.tls import TlsContext, WorkerTls
 
     given, has_standby = Settings(settings["given"]), settings["standby"]
     with failing_files():
         worker_tls = TlsContext(given.build(WorkerTls), now_s=time.time())
-    prepared = Preparation(given.build(ControlKnobs), tls=worker_tls)
+        keys_file = given.build(RelayConfig).keys_file
+        keys = None if keys_file is None else KeysFile(keys_file)
+    prepared = Preparation(given.build(ControlKnobs), tls=worker_tls, keys=keys)
     orders = ControlOrders()
     stop = Stop(watch_stdin=True, on_line=orders.on_line)
     beating = None

@@ -357,12 +357,12 @@ class Attempt:
         ids = f"x-request-id: {ask.rid}\r\ntraceparent: {ask.trace}\r\n".encode("latin-1")
         ids += age_line(self._context.now_s() - ask.arrived_s)
         keyless: bool | None = None  # of ``lines``; both instances get the same but for a key
-        lines, length, key = b"", len(front) + len(rest), self._context.config.api_key
+        lines, length, own_keys = b"", len(front) + len(rest), self._context.config.checks_keys
         for leg in self.legs:
             assert leg.connection is not None
             worker = leg.connection.worker
-            if keyless is not bool(key or worker.api_key):
-                keyless = bool(key or worker.api_key)
+            if keyless is not (own_keys or bool(worker.api_key)):
+                keyless = own_keys or bool(worker.api_key)
                 lines = passed_on_lines(request, keep_key=not keyless) + ids
             proof = router_key_line(worker.router_key) if worker.router_key else b""
             head = head_for_worker(worker, request, length, lines + proof, method="POST")

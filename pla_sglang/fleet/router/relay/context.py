@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 
 from pla_sglang.fleet.router.config import RelayConfig
+from pla_sglang.fleet.router.keys_file import KeysFile
 from pla_sglang.fleet.router.relay.aborts import InstanceAborts, LingeringLegs
 from pla_sglang.fleet.router.relay.counters import ByteAccount, Counters
 from pla_sglang.fleet.router.relay.request_translation import IdGenerator
@@ -33,6 +34,7 @@ class RelayContext:
         kept: bytes of request bodies that are kept for another attempt.
         ending: the router was told to end, and is not ready for clients that do not know it yet; set by the relay.
         draining: no new requests; set by the relay.
+        keys: of clients; None: there is no file of them.
         client_tls, worker_tls: for clients (None: they come by plain HTTP), and for instances with https.
     """
 
@@ -56,6 +58,7 @@ class RelayContext:
         self.workers = WorkerDirectory()
         self.client_tls = None if config.tls.cert is None else TlsContext(config.tls, now_s=time.time())
         self.worker_tls = TlsContext(config.worker_tls, now_s=time.time())
+        self.keys = None if config.keys_file is None else KeysFile(config.keys_file)
         self.pool = UpstreamPool(
             self.loop, self.worker_tls, connect_timeout_s=config.connect_timeout_s, idle_s=config.upstream_idle_s
         )

@@ -25,7 +25,7 @@ class InstanceResponse(ProxiedCall, ClientWork):
         self._body = bytearray()
 
     def send_request(self, worker: WorkerEntry) -> None:
-        keeps_key = not self._context.config.api_key and not worker.api_key
+        keeps_key = not self._context.config.checks_keys and not worker.api_key
         key = self._request.get_header(b"authorization") if keeps_key else None
         line = b"" if key is None else b"authorization: %s\r\n" % key
         self._send_to(worker, "GET", head_for_worker(worker, self._request, 0, line, method="GET"), b"")

@@ -25,7 +25,7 @@ class PassThrough(ProxiedCall, ClientWork):
     def send_request(self, worker: WorkerEntry, body: bytes) -> None:
         """``body`` is counted as incoming, until the end of the call."""
         self._waiting_bytes = len(body)
-        keep_key = not self._context.config.api_key and not worker.api_key
+        keep_key = not self._context.config.checks_keys and not worker.api_key
         lines = passed_on_lines(self._request, keep_key=keep_key)
         self._send_to(worker, "POST", head_for_worker(worker, self._request, len(body), lines, method="POST"), body)
 

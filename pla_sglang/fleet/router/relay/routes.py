@@ -16,6 +16,7 @@ import base64
 import binascii
 import functools
 import hmac
+import time
 from collections.abc import Callable
 from typing import NamedTuple
 from urllib.parse import unquote
@@ -26,6 +27,7 @@ from pla_sglang.common.origins import is_foreign_page, is_unsafe_name
 from pla_sglang.fleet.router.http import json_body, responses
 from pla_sglang.fleet.router.http.head import BadMessage, RequestHead
 from pla_sglang.fleet.router.http.instance_facts import FACTS
+from pla_sglang.fleet.router.keys_file import ClientKeys, has_expired
 from pla_sglang.fleet.router.relay.admin_requests import AdminRequests
 from pla_sglang.fleet.router.relay.client_connection import AcceptedRequest
 from pla_sglang.fleet.router.relay.context import RelayContext
@@ -47,6 +49,7 @@ PASSED_POST = (
 )
 SMALL_BODY_BYTES = 65_536  # of requests that need none, whose body is dropped, and of operators' requests
 PAGE = "/pla/view"
+WRONG_KEY = "the key is missing or wrong (Authorization: Bearer KEY)"
 RETRY_SOON = (("retry-after", "1"),)
 HEALTH_TIMEOUT_S = 20.0  # SGLang's own limit for its generation check
 # A control process that ends is started again within seconds. One that is silent for so long stands still, or cannot
@@ -78,7 +81,11 @@ class Routes:
             allowed = "GET, HEAD" if route.method == "GET" else route.method
             raise BadMessage("method", f"only {allowed} is allowed here", 405, headers=(("allow", allowed),))
         if route.needs_key:
-            check_key(head, self._context.config.api_key)
+            keys = self._context.keys
+            if keys is None:
+                check_key(head, self._context.config.api_key)
+            else:
+                head.tenant = find_tenant(head, keys.keys)
         return route.accept(self, head)
 
     # -- dispatched --------------------------------------------------------------------------------------------------
@@ -87,6 +94,7 @@ class Routes:
         if self._context.draining:
             raise BadMessage("draining", "the router is shutting down", 503, headers=RETRY_SOON)
         headers = RequestHeaders(head)
+        headers.tenant = head.tenant or headers.tenant  # what a key says, a header cannot change
         return AcceptedRequest(self._context.config.max_body_bytes, functools.partial(self._serve_dispatched, headers))
 
     def _serve_dispatched(self, headers: RequestHeaders, client: ResponseWriter, head: RequestHead, raw: bytes) -> None:
@@ -264,7 +272,7 @@ class Routes:
         check_key(head, config.admin_key or config.api_key, by_password=is_page(head))
         if head.method not in ("GET", "HEAD"):
             check_origin(head)
-            if not (config.admin_key or config.api_key):
+            if not (config.admin_key or config.checks_keys):
                 check_host(head, config.host)
         if head.method == "POST" and head.path.rstrip("/") == "/workers":  # the control plane takes it either way
             kind = (head.get_header(b"content-type") or b"").partition(b";")[0].strip().lower()
@@ -333,14 +341,29 @@ def check_key(head: RequestHead, key: str, *, by_password: bool = False) -> None
     """
     if not key:
         return
+    scheme, token = read_authorization(head)
+    if by_password and scheme == b"basic":
+        scheme, token = b"bearer", read_password(token)
+    if scheme != b"bearer" or not hmac.compare_digest(token, key.encode()):
+        challenge = 'Basic realm="router", charset="UTF-8"' if by_password else "Bearer"
+        raise BadMessage("key", WRONG_KEY, 401, headers=(("www-authenticate", challenge),))
+
+
+def find_tenant(head: RequestHead, keys: ClientKeys) -> str:
+    """Whose key the request brings. Raises BadMessage; a wrong key and none are told alike."""
+    scheme, token = read_authorization(head)
+    key = keys.find_key(token) if scheme == b"bearer" else None
+    if key is not None and not has_expired(key, time.time()):
+        return key.tenant
+    text = WRONG_KEY if key is None else "the key has expired"
+    raise BadMessage("key", text, 401, headers=(("www-authenticate", "Bearer"),))
+
+
+def read_authorization(head: RequestHead) -> tuple[bytes, bytes]:
+    """The scheme, in small letters, and what stands behind it; both empty unless the header comes once."""
     given = [value for name, value in head.headers if name == b"authorization"]
     scheme, _, token = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
-    if by_password and scheme.lower() == b"basic":
-        scheme, token = b"bearer", read_password(token)
-    if scheme.lower() != b"bearer" or not hmac.compare_digest(token, key.encode()):
-        text = "the key is missing or wrong (Authorization: Bearer KEY)"
-        challenge = 'Basic realm="router", charset="UTF-8"' if by_password else "Bearer"
-        raise BadMessage("key", text, 401, headers=(("www-authenticate", challenge),))
+    return scheme.lower(), token
 
 
 def read_password(credentials: bytes) -> bytes:

@@ -135,6 +135,8 @@ class Relay:
 
     def _follow_files(self) -> None:
         context, now_s = self.context, time.time()
+        if context.keys is not None:
+            context.keys.follow_file()
         context.worker_tls.follow_files(now_s)
         if context.client_tls is not None:
             context.client_tls.follow_files(now_s)

@@ -25,6 +25,7 @@ _TEXT = {
     AdmissionReason.OPEN_LIMIT: "too many requests are open; try again later",
     AdmissionReason.QUEUE_LIMIT: "too many requests are waiting; try again later",
     AdmissionReason.TTFT_LIMIT: "the first token would come too late; try again later",
+    AdmissionReason.TENANT_LIMIT: "the tenant has used its prefill time; try again later",
     AdmissionReason.DUPLICATE: "a request with this id is open",
     AdmissionReason.NO_INSTANCE: "no instance is ready",
     AdmissionReason.ALL_FULL: "every instance is full",

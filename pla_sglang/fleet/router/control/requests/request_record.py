@@ -217,6 +217,7 @@ class RequestRecord(msgspec.Struct, gc=False, eq=False):
         policy_tokens: of its answer, that the policy was told of when earlier views of it ended.
         movable: its stream can go on at another instance, as its relay says.
         given_up_as: why the control plane has ended it; its relay only knows that it was told to.
+        charged_s: to its tenant's limit, in device seconds; None: nothing.
         admission: reason of the last verdict; "adopted" after a restart of the control plane.
         last_number: the highest number of an attempt, those included that a former life of the control plane has given.
     """
@@ -234,6 +235,7 @@ class RequestRecord(msgspec.Struct, gc=False, eq=False):
     policy_tokens: int = 0
     movable: bool = False
     given_up_as: Outcome | None = None
+    charged_s: float | None = None
     admission: str = ""
     last_number: int = 0
     end: End | None = None
