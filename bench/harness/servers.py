@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import ssl
 import subprocess
 import sys
 import time
@@ -86,10 +87,10 @@ def wait_until_ready(
     raise ServerError(f"{name} did not get ready; its last lines:\n{tail}")
 
 
-def is_healthy(url: str, path: str = "/health", body: Any = None) -> bool:
-    """Tells whether a request is answered with success."""
+def is_healthy(url: str, path: str = "/health", body: Any = None, *, tls: ssl.SSLContext | None = None) -> bool:
+    """Tells whether a request is answered with success. ``tls``: for https."""
     try:
-        with open_url(url + path, body, timeout_s=FIRST_TOKEN_S) as answer:
+        with open_url(url + path, body, timeout_s=FIRST_TOKEN_S, tls=tls) as answer:
             answer.read()
     except (ServerError, OSError):
         return False

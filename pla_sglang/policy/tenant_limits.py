@@ -17,7 +17,7 @@ _ROUNDING_S = 1e-9  # who waits for as long as he was told is let in
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TenantLimit:
-    """Of one tenant, in device seconds. Raises ConfigError."""
+    """The limit of one tenant, in device seconds. Raises ConfigError."""
 
     prefill_seconds_per_second: float
     burst_seconds: float

@@ -11,7 +11,18 @@ import pytest
 
 from bench.cost.router_cost.bench import MOCKS, RouterArm, make_arms, running_router_arm
 from bench.cost.router_cost.client import Client, make_probes, running_client
-from bench.cost.router_cost.figures import ARMS, GOALS, MOVABLE, MOVABLE_MISSED, missed, page, split_ms
+from bench.cost.router_cost.figures import (
+    ARMS,
+    GOALS,
+    LIMITS,
+    MOVABLE,
+    MOVABLE_MISSED,
+    TLS,
+    cpu_ratios,
+    missed,
+    page,
+    split_ms,
+)
 from bench.cost.router_cost.movable import check_movable
 from bench.harness.bench import BenchError
 from pla_sglang.testing.mock_instance import Mock, StatelessMock, read_wishes, request_body, running_mocks
@@ -127,16 +138,42 @@ def test_a_stateless_mock_knows_its_prefill_legs(port: int, events: int) -> None
 
 
 @pytest.fixture(scope="module")
-def movable_arm() -> Iterator[RouterArm]:
+def arms(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, RouterArm]]:
     with running_mocks(*MOCKS) as mocks:
-        [arm] = [arm for arm in make_arms(mocks) if arm.name == MOVABLE]
-        yield arm
+        yield {arm.name: arm for arm in make_arms(mocks, tmp_path_factory.mktemp("arms"))}
+
+
+@pytest.fixture
+def movable_arm(arms: dict[str, RouterArm]) -> RouterArm:
+    return arms[MOVABLE]
 
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[Client]:
     with running_client() as running:
         yield running
+
+
+@pytest.mark.parametrize("name", [TLS, LIMITS])
+def test_the_client_speaks_tls_and_brings_its_key(
+    name: str, arms: dict[str, RouterArm], client: Client, tmp_path: Path
+) -> None:
+    arm = arms[name]
+    assert bool(arm.ca) is (name == TLS)
+    with running_router_arm(arm, tmp_path):
+        for key, errors in ((arm.key, False), ("wrong", name == LIMITS)):
+            client.begin(make_probes(arm.port, duration_s=0.2, seed=1, quickack=False, ca=arm.ca, key=key)["closed"])
+            done = client.read_line()
+            assert bool(done["errors"]) is errors, done["error"]
+            assert bool(done["completed"]) is not errors
+
+
+def test_ratios_are_over_the_arm_without_either() -> None:
+    costs = {"ours": 0.1, TLS: 0.17, LIMITS: 0.102}
+    by_arm = {arm: {"cpu_ms_per_request": cost} for arm, cost in costs.items()}
+    assert cpu_ratios(by_arm) == {TLS: {"cpu_ms_per_request": 1.7}, LIMITS: {"cpu_ms_per_request": 1.02}}
+    assert TLS in missed(by_arm)
+    assert LIMITS not in missed(by_arm)
 
 
 def test_the_router_keeps_token_ids_and_takes_them_out(movable_arm: RouterArm, client: Client, tmp_path: Path) -> None:

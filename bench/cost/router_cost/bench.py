@@ -2,7 +2,8 @@
 
 Ours and SGLang's two routers stand in front of the same mock prefill and decode instance, one at a time, in one run.
 ``ours_movable`` is ours with ``--migration on``, in front of two stateless ones: all streams say their token ids, which
-it takes out and keeps. That it does is checked in every round.
+it takes out and keeps. That it does is checked in every round. ``ours_tls`` speaks TLS to its clients; ``ours_limits``
+has a file of keys and charges each request to its tenant's limit, which is never reached.
 Mock and client are cheap: the arm ``direct`` shows how cheap. They share the machine with the router, so a throughput
 is a lower bound, and CPU time is the steadier figure. Other work on the machine is measured; calm samples count.
 """
@@ -12,7 +13,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import hashlib
 import importlib.util
+import json
+import ssl
+import subprocess
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -22,7 +27,7 @@ from typing import Any, TypeAlias
 import psutil
 
 from bench.cost.router_cost.client import Client, Plan, make_probes, running_client
-from bench.cost.router_cost.figures import figures, missed, page, split_ms, table
+from bench.cost.router_cost.figures import LIMITS, TLS, cpu_ratios, figures, missed, page, split_ms, table
 from bench.cost.router_cost.movable import check_movable
 from bench.harness.arms import Arm
 from bench.harness.bench import BenchError, measuring
@@ -37,6 +42,7 @@ from pla_sglang.testing.mock_instance import Mocks, running_mocks
 START_S, STOP_S = 40.0, 5.0  # of a router
 MOCKS = ("prefill", "decode", "stateless", "stateless")
 BOOTSTRAP_PORT = 8998
+CLIENT_KEY, ADMIN_FILE, MANY_KEYS = "key-of-the-client-of-this-bench", "admin.key", 1000
 SGLANG_ROUTER = "sglang_router.launch_router"
 # Title, and the figures with their labels.
 PANELS = (
@@ -64,10 +70,15 @@ class RouterArm(Arm):
     quickack: bool = False  # whether the client asks for immediate ACKs
     movable: bool = False  # whether every stream is to be one that could go on elsewhere
     shares: str | None = None  # the arm whose process this one uses
+    ca: str = ""  # with TLS: file with the authority, which is the certificate itself
+    key: str = ""  # that clients send
 
 
-def make_arms(mocks: Mocks) -> list[RouterArm]:
-    """Every arm, in the order of the table. Ports are new: a router that has just ended may leave connections."""
+def make_arms(mocks: Mocks, folder: Path) -> list[RouterArm]:
+    """Every arm, in the order of the table. Ports are new: a router that has just ended may leave connections.
+
+    ``folder``: where their files are written.
+    """
     prefill, decode, *stateless = mocks.urls
 
     def ours(name: str, relays: int, *, movable: bool = False) -> RouterArm:
@@ -86,6 +97,15 @@ def make_arms(mocks: Mocks) -> list[RouterArm]:
     def with_quickack(arm: RouterArm) -> RouterArm:
         return dataclasses.replace(arm, name=f"{arm.name}_quickack", quickack=True, shares=arm.name)
 
+    def with_tls(arm: RouterArm) -> RouterArm:
+        cert, key = make_certificate(folder)
+        flags = ("--tls-cert-path", str(cert), "--tls-key-path", str(key))
+        return dataclasses.replace(arm, flags=(*arm.flags, *flags), ca=str(cert))
+
+    def with_limits(arm: RouterArm) -> RouterArm:
+        flags = ("--keys-file", str(write_keys(folder)), "--admin-key-file", str(folder / ADMIN_FILE))
+        return dataclasses.replace(arm, flags=(*arm.flags, *flags), key=CLIENT_KEY)
+
     two_processes = ours("ours", 1)
     rust_flags = ("--policy", "random", "--log-level", "warn", "--worker-startup-check-interval", "1")
     rust = sglang("rust", *rust_flags, "--prometheus-port", str(free_port()))
@@ -95,10 +115,37 @@ def make_arms(mocks: Mocks) -> list[RouterArm]:
         with_quickack(two_processes),
         ours("ours_one_process", 0),
         ours("ours_movable", 1, movable=True),
+        with_tls(ours(TLS, 1)),
+        with_limits(ours(LIMITS, 1)),
         sglang("mini_lb", "--mini-lb"),
         rust,
         with_quickack(rust),
     ]
+
+
+def make_certificate(folder: Path) -> tuple[Path, Path]:
+    """Paths of a certificate for 127.0.0.1 that vouches for itself, and of its key. Raises BenchError."""
+    cert, key = folder / "router.crt", folder / "router.key"
+    if not cert.exists():
+        kind = "-newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=router"
+        command = ["openssl", "req", "-x509", *kind.split(), "-addext", "subjectAltName=IP:127.0.0.1"]
+        try:
+            subprocess.run([*command, "-keyout", key, "-out", cert], check=True, capture_output=True)
+        except (OSError, subprocess.CalledProcessError) as error:
+            raise BenchError(f"openssl made no certificate: {error}") from None
+    return cert, key
+
+
+def write_keys(folder: Path) -> Path:
+    """A file of many keys, and the operators' key beside it. The client's tenant has a limit that it does not reach."""
+    names = [CLIENT_KEY, *(f"{CLIENT_KEY}-{number}" for number in range(MANY_KEYS))]
+    keys = [{"id": name, "sha256": hashlib.sha256(name.encode()).hexdigest(), "tenant": "bench"} for name in names]
+    limit = {"prefill_seconds_per_second": 1e6, "burst_seconds": 1e9}
+    path = folder / "keys.json"
+    path.write_text(json.dumps({"tenants": {"bench": limit}, "keys": keys}))
+    (folder / ADMIN_FILE).write_text("operators-of-the-bench")
+    (folder / ADMIN_FILE).chmod(0o600)
+    return path
 
 
 def select_arms(known: list[RouterArm], names: str) -> list[RouterArm]:
@@ -137,9 +184,10 @@ def running_router_arm(arm: RouterArm, folder: Path) -> Iterator[Router]:
     if not arm.module:
         yield None
         return
-    log, url = folder / f"{arm.name}.log", f"http://127.0.0.1:{arm.port}"
+    log, url = folder / f"{arm.name}.log", f"{'https' if arm.ca else 'http'}://127.0.0.1:{arm.port}"
+    tls = ssl.create_default_context(cafile=arm.ca) if arm.ca else None
     with running_child([arm.python, "-m", arm.module, *arm.flags], log, stop_s=STOP_S) as process:
-        wait_until_ready(process, lambda: is_healthy(url), log, name=arm.name, limit_s=START_S)
+        wait_until_ready(process, lambda: is_healthy(url, tls=tls), log, name=arm.name, limit_s=START_S)
         if arm.movable:  # before, requests go to one instance alone
             wait_until_paired(url)
         yield psutil.Process(process.pid)
@@ -156,7 +204,7 @@ def measure(options: argparse.Namespace) -> Samples:
     ):
         bench = [mocks.process, psutil.Process(client.pid), psutil.Process()]
         for number in range(options.rounds):
-            arms = select_arms(make_arms(mocks), options.arms)
+            arms = select_arms(make_arms(mocks, Path(folder)), options.arms)
             leaders = [arm for arm in arms if arm.shares is None]
             for leader in leaders[number % len(leaders) :] + leaders[: number % len(leaders)]:
                 with running_router_arm(leader, Path(folder)) as router:
@@ -169,7 +217,9 @@ def measure(options: argparse.Namespace) -> Samples:
 def measure_arm(
     arm: RouterArm, router: Router, client: Client, bench: list[psutil.Process], options: argparse.Namespace
 ) -> dict[str, dict[str, Any]]:
-    plans = make_probes(arm.port, duration_s=options.duration_s, seed=options.seed, quickack=arm.quickack)
+    plans = make_probes(
+        arm.port, duration_s=options.duration_s, seed=options.seed, quickack=arm.quickack, ca=arm.ca, key=arm.key
+    )
     warm_up = {**plans["stream_200"], "duration_s": min(1.0, options.duration_s)}
     take_sample(warm_up, client, router, bench)
     samples = {}
@@ -234,6 +284,7 @@ def run(options: argparse.Namespace) -> int:
         "bench": "router_cost",
         **by_arm,
         "split_added_ttft_p50_ms": split_ms(by_arm),
+        "cpu_ratios": cpu_ratios(by_arm),
         "goals_missed": missed(by_arm),
         "direct": figures(direct, direct),
         "rounds": options.rounds,

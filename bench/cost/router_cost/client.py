@@ -12,6 +12,7 @@ import functools
 import json
 import random
 import socket
+import ssl
 import subprocess
 import sys
 import time
@@ -115,10 +116,12 @@ class Load:
     def __init__(self, plan: dict[str, Any]) -> None:
         self._plan = plan
         body = request_body(**plan["body"])
+        key = f"authorization: Bearer {plan['key']}\r\n".encode() if plan.get("key") else b""
         self._request = (
-            b"POST /generate HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
-            b"content-length: %d\r\n\r\n%s" % (len(body), body)
+            b"POST /generate HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n%s"
+            b"content-length: %d\r\n\r\n%s" % (key, len(body), body)
         )
+        self._tls = ssl.create_default_context(cafile=plan["ca"]) if plan.get("ca") else None
         self._connections: list[Connection] = []
         self._idle: list[Connection] = []
         self._errors: list[str] = []
@@ -143,7 +146,9 @@ class Load:
     async def _connect(self, done: Callable[[Connection, str], None]) -> Connection:
         delays_ns = None if self._plan["kind"] == "closed" else self._delays_ns
         factory = functools.partial(Connection, quickack=self._plan["quickack"], delays_ns=delays_ns, done=done)
-        _, connection = await asyncio.get_running_loop().create_connection(factory, "127.0.0.1", self._plan["port"])
+        _, connection = await asyncio.get_running_loop().create_connection(
+            factory, "127.0.0.1", self._plan["port"], ssl=self._tls
+        )
         self._connections.append(connection)
         return connection
 
@@ -227,9 +232,17 @@ async def serve_plans() -> None:
         print(json.dumps(await Load(json.loads(line)).send()), flush=True)
 
 
-def make_probes(port: int, *, duration_s: float, seed: int, quickack: bool) -> dict[str, Plan]:
-    """The plans for one arm, by name. ``quickack``: whether the client asks for immediate ACKs."""
-    common = {"port": port, "duration_s": duration_s, "seed": seed, "quickack": quickack}
+def make_probes(
+    port: int, *, duration_s: float, seed: int, quickack: bool, ca: str = "", key: str = ""
+) -> dict[str, Plan]:
+    """The plans for one arm, by name.
+
+    Args:
+        quickack: whether the client asks for immediate ACKs.
+        ca: file of the authority of a router with TLS; empty: plain HTTP.
+        key: that the client sends; empty: none.
+    """
+    common = {"port": port, "duration_s": duration_s, "seed": seed, "quickack": quickack, "ca": ca, "key": key}
     plans: dict[str, Plan] = {
         f"stream_{rate}": {"kind": "open", "connections": 64, "rate_per_s": rate, "body": STREAM_BODY}
         for rate in RATES_PER_S

@@ -14,7 +14,9 @@ from bench.cost.router_cost.client import HELD_STREAMS, RATES_PER_S, quantile
 from bench.harness.report import Cells, markdown, number
 
 MOVABLE = "ours_movable"
-ARMS = ("ours", "ours_quickack", "ours_one_process", MOVABLE, "mini_lb", "rust", "rust_quickack")
+TLS, LIMITS = "ours_tls", "ours_limits"
+MOST_RATIO = {TLS: 1.6, LIMITS: 1.03}  # CPU time a request, over that of the arm "ours"
+ARMS = ("ours", "ours_quickack", "ours_one_process", MOVABLE, TLS, LIMITS, "mini_lb", "rust", "rust_quickack")
 CALM_CORES = 0.35  # other work on the machine, in cores, up to which a sample counts as calm
 SPLIT_LIMIT_MS = 0.2  # what the control plane in a process of its own may add to the median
 Sample = Mapping[str, Any]
@@ -130,6 +132,17 @@ def split_ms(by_arm: Mapping[str, Mapping[str, Any]]) -> float | None:
     return None if apart is None or together is None else round(apart - together, 4)
 
 
+def cpu_ratios(by_arm: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+    """What TLS, and keys with limits, cost in CPU time: over the arm ``ours`` of the same run; what was measured."""
+    ratios: dict[str, dict[str, float]] = {}
+    for arm in MOST_RATIO:
+        for key in ("cpu_ms_per_request", "cpu_ms_per_stream", "us_per_event", "cpu_ms_per_long_body"):
+            own, plain = (by_arm.get(name, {}).get(key) for name in (arm, "ours"))
+            if own is not None and plain:
+                ratios.setdefault(arm, {})[key] = round(own / plain, 3)
+    return ratios
+
+
 def missed(by_arm: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Keys of the goals that the arm ``ours`` does not reach, and ``MOVABLE_MISSED``; what was not measured counts as
     missed."""
@@ -137,6 +150,8 @@ def missed(by_arm: Mapping[str, Mapping[str, Any]]) -> list[str]:
     keys = [goal.key for goal in GOALS if not goal.met_by(ours)]
     if not EVENT_GOAL.met_by(by_arm.get(MOVABLE, {})):
         keys.append(MOVABLE_MISSED)
+    ratios = cpu_ratios(by_arm)
+    keys += [arm for arm, of_arm in ratios.items() if of_arm.get("cpu_ms_per_request", 0.0) > MOST_RATIO[arm]]
     split = split_ms(by_arm)
     return keys if split is not None and split <= SPLIT_LIMIT_MS else [*keys, "split_added_ttft_p50_ms"]
 
