@@ -2,8 +2,8 @@
 ends have agreed.
 
 A connection that has sent nothing yet costs a socket. All that are not agreed count as connections of clients do, and
-each has the time of a request's head. A few are accepted in a turn of the event loop: agreeing costs a millisecond of
-CPU time, and those that are served must not wait for a crowd of new ones.
+each has the time of a request's head. A few are accepted in a turn of the event loop: agreeing costs 0.3 ms of CPU time
+with a key on P-256, more with RSA, and those that are served must not wait for a crowd of new ones.
 """
 
 from __future__ import annotations
