@@ -55,7 +55,7 @@ class ListedKeys(msgspec.Struct, forbid_unknown_fields=True):
 class ClientKeys(msgspec.Struct, frozen=True):
     """A version of the file. ``by_digest``: keys by their SHA-256."""
 
-    by_digest: Mapping[bytes, ListedKey]
+    by_digest: Mapping[str, ListedKey]
     limits: Mapping[str, TenantLimit]
 
     def find_key(self, token: bytes) -> ListedKey | None:
@@ -63,9 +63,9 @@ class ClientKeys(msgspec.Struct, frozen=True):
 
         What is looked up is a hash of it, so that how long this takes says nothing about the keys there are.
         """
-        digest = hashlib.sha256(token).digest()
+        digest = hashlib.sha256(token).hexdigest()
         key = self.by_digest.get(digest)
-        return key if key is not None and hmac.compare_digest(bytes.fromhex(key.sha256), digest) else None
+        return key if key is not None and hmac.compare_digest(key.sha256, digest) else None
 
 
 def has_expired(key: ListedKey, now_s: float) -> bool:
@@ -110,7 +110,7 @@ def read_keys(path: Path) -> ClientKeys:
         limit = _read_limit(f"{where}: tenants {name!r}", tenant)
         if limit is not None:
             limits[name] = limit
-    by_digest: dict[bytes, ListedKey] = {}
+    by_digest: dict[str, ListedKey] = {}
     ids = set()
     for number, key in enumerate(listed.keys):
         entry = f"{where}: keys[{number}] {key.id!r}"
@@ -120,10 +120,9 @@ def read_keys(path: Path) -> ClientKeys:
             raise ConfigError(f"{entry}: sha256 is not valid; allowed: 64 hexadecimal digits in small letters")
         if key.tenant not in listed.tenants:
             raise ConfigError(f"{entry}: tenant {key.tenant!r} is not known; allowed: those under tenants")
-        digest = bytes.fromhex(key.sha256)
-        if digest in by_digest:
-            raise ConfigError(f"{entry}: sha256 is that of {by_digest[digest].id!r}")
-        by_digest[digest] = key
+        if key.sha256 in by_digest:
+            raise ConfigError(f"{entry}: sha256 is that of {by_digest[key.sha256].id!r}")
+        by_digest[key.sha256] = key
         ids.add(key.id)
     return ClientKeys(by_digest, limits)
 

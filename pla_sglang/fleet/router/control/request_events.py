@@ -138,15 +138,17 @@ class RequestEvents:
 
     def _correct_charge(self, record: RequestRecord, ended: m.Completed, now_s: float) -> None:
         """What was computed, as the instance says it; nothing of what was refused."""
-        prefill, predictor, cost_s = record.present.prefill, self._policy.predictor, record.charged_s
-        if cost_s is None or predictor is None:
+        prefill, predictor, charged_s = record.present.prefill, self._policy.predictor, record.charged_s
+        if charged_s is None or predictor is None:
             return
         if ended.outcome in (_REFUSED, _INSTANCE_REFUSED):
             cost_s = 0.0
         elif ended.cached_tokens is not None and prefill is not None and record.is_single():
             cost_s = predictor.cost_s(record.prompt.tokens, ended.cached_tokens, prefill.view)
+        else:
+            return
         now_s = self._policy.clock.device_s(now_s)
-        self._dispatcher.limits.correct_charge(record.ask.tenant, record.charged_s or 0.0, cost_s, now_s)
+        self._dispatcher.limits.correct_charge(record.ask.tenant, charged_s, cost_s, now_s)
 
     def _judge_prefix(self, record: RequestRecord, hit_tokens: int) -> None:
         """What was predicted of its prefix cache, beside what was there. Left out is what says nothing of one prompt at

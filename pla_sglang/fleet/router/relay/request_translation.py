@@ -90,7 +90,9 @@ class RequestHeaders:
                 raise BadMessage("content_encoding", "compressed bodies are not supported", 415)
             elif name.startswith(b"x-"):
                 self._read_own_header(name, value)
-        if self.tenant is None and key is not None:
+        if head.tenant is not None:  # what a key says, a header cannot change
+            self.tenant = head.tenant
+        elif self.tenant is None and key is not None:
             self.tenant = "key-" + hashlib.blake2s(key, digest_size=6).hexdigest()
 
     def _read_own_header(self, name: bytes, value: bytes) -> None:

@@ -94,7 +94,6 @@ class Routes:
         if self._context.draining:
             raise BadMessage("draining", "the router is shutting down", 503, headers=RETRY_SOON)
         headers = RequestHeaders(head)
-        headers.tenant = head.tenant or headers.tenant  # what a key says, a header cannot change
         return AcceptedRequest(self._context.config.max_body_bytes, functools.partial(self._serve_dispatched, headers))
 
     def _serve_dispatched(self, headers: RequestHeaders, client: ResponseWriter, head: RequestHead, raw: bytes) -> None:
