@@ -26,6 +26,7 @@ from pla_sglang.fleet.router.control.requests.moves import LENGTHS, STATED
 from pla_sglang.fleet.router.keys_file import KeysFile, read_keys
 from pla_sglang.fleet.router.process.process_main import Stop, run_main, settle_memory, until_first
 from pla_sglang.fleet.router.process.supervisor import supervise_processes
+from pla_sglang.fleet.router.sgl_router_flags import translate_flags
 from pla_sglang.fleet.router.tls import TlsContext, check_files
 from pla_sglang.policy.registry import policy_names
 
@@ -67,7 +68,10 @@ class RouterConfig:
 def read_config(argv: Sequence[str] | None) -> tuple[RouterConfig, cli.Settings]:
     """Raises PlaError."""
     parser = cli.make_parser(RouterConfig, "launch_router", __doc__, allow_abbrev=False)
-    parsed = cli.parse(parser, argv, RouterConfig)
+    arguments, notes = translate_flags(sys.argv[1:] if argv is None else argv)
+    for note in notes:
+        print(f"pla_sglang: {note}", file=sys.stderr, flush=True)
+    parsed = cli.parse(parser, arguments, RouterConfig)
     refuse_contradictions(parsed.config.control.policy, cli.typed_flags(parsed.options))
     refuse_stated_lengths(parsed.config.control.moves.lengths, os.environ)
     return parsed.config, parsed.settings
