@@ -5,7 +5,7 @@ WORKERS ?= 2 # processes for tests that may run beside others; 0: none but pytes
 HOST := # a version of SGLang. Not read from the environment, where shells keep a machine's name
 LINTED := pla_sglang kernels patches graphs scripts setup.py $(wildcard bench tests examples)
 
-.PHONY: help setup serve test test-host test-lab demo lint package constraints clean clean-cache
+.PHONY: help setup serve test test-host test-lab demo lint package docs constraints clean clean-cache
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -35,11 +35,17 @@ lint: setup ## style, format and types
 	$(PY) -m mypy
 
 package: setup ## build and check an sdist and a wheel in dist/, with tools of their own
-	$(PY) -m venv build/package-tools
-	build/package-tools/bin/pip install --quiet build==1.6.1 twine==7.0.0
-	rm -rf dist && build/package-tools/bin/pyproject-build
-	build/package-tools/bin/twine check --strict dist/*
+	$(PY) -m venv build/tools
+	build/tools/bin/pip install --quiet --constraint scripts/tools.txt build twine
+	rm -rf dist && build/tools/bin/pyproject-build
+	build/tools/bin/twine check --strict dist/*
 	rm -rf pla_sglang.egg-info # it would hide the installed metadata from processes started here
+
+docs: setup ## the pages as a site in build/site, with tools of their own; a dead link or a lost page ends it
+	$(PY) -m venv build/tools
+	build/tools/bin/pip install --quiet --constraint scripts/tools.txt mkdocs-material
+	$(PY) scripts/stage_docs.py build/docs-source
+	NO_MKDOCS_2_WARNING=1 build/tools/bin/mkdocs build --strict
 
 constraints: ## resolve the dependencies afresh into constraints-HOST.txt
 	HOST=$(HOST) bash scripts/make_constraints.sh

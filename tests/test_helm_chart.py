@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
-from support.linters import Linters
+from support.tool_environment import ToolEnvironment
 from test_kubernetes_examples import assert_flags_are_known, check_schema, load_objects
 
 import pla_sglang
@@ -63,11 +63,11 @@ ALL_VALUES: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def helm(tmp_path_factory: pytest.TempPathFactory) -> Linters:
-    return Linters(tmp_path_factory.mktemp("helm"), "helm-python-sdk")
+def helm(tmp_path_factory: pytest.TempPathFactory) -> ToolEnvironment:
+    return ToolEnvironment(tmp_path_factory.mktemp("helm"), "helm-python-sdk")
 
 
-def render(helm: Linters, values: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
+def render(helm: ToolEnvironment, values: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
     """Objects by kind and name. Raises ValueError with Helm's message."""
     answer = json.loads(helm.run("python", "-c", RENDER, CHART, text=json.dumps(values)))
     if isinstance(answer, str):
@@ -82,19 +82,19 @@ def by_name(objects: list[dict[str, Any]]) -> dict[tuple[str, str], dict[str, An
 
 
 @pytest.mark.e2e  # pip fetches Helm
-def test_helm_lints_it(helm: Linters) -> None:
+def test_helm_lints_it(helm: ToolEnvironment) -> None:
     report = json.loads(helm.run("python", "-c", LINT, CHART))
     assert report["errors"] == []
     assert [message for message in report["messages"] if message["severity"] > INFO] == []
 
 
 @pytest.mark.e2e
-def test_with_its_own_values_it_is_the_plain_manifests(helm: Linters) -> None:
+def test_with_its_own_values_it_is_the_plain_manifests(helm: ToolEnvironment) -> None:
     assert render(helm, {}) == by_name(load_objects())
 
 
 @pytest.mark.e2e
-def test_with_every_other_value_its_objects_fit_the_schemas(helm: Linters) -> None:
+def test_with_every_other_value_its_objects_fit_the_schemas(helm: ToolEnvironment) -> None:
     models = pytest.importorskip("kubernetes.aio.client.models", reason="needs pla-sglang[kubernetes]")
     objects = render(helm, ALL_VALUES)
     assert all(name.startswith("other") for _, name in objects)
@@ -115,7 +115,7 @@ def test_with_every_other_value_its_objects_fit_the_schemas(helm: Linters) -> No
 
 
 @pytest.mark.e2e
-def test_keys_come_from_secrets_alone(helm: Linters) -> None:
+def test_keys_come_from_secrets_alone(helm: ToolEnvironment) -> None:
     objects = render(helm, ALL_VALUES)
     keys = ALL_VALUES["keys"]
     for name, wanted in (
@@ -138,7 +138,7 @@ def test_keys_come_from_secrets_alone(helm: Linters) -> None:
 
 
 @pytest.mark.e2e
-def test_without_a_planner_the_router_may_only_look(helm: Linters) -> None:
+def test_without_a_planner_the_router_may_only_look(helm: ToolEnvironment) -> None:
     objects = render(helm, ALL_VALUES)
     (rule,) = objects["Role", "other-router"]["rules"]
     assert rule["verbs"] == ["list", "watch"]
@@ -147,7 +147,7 @@ def test_without_a_planner_the_router_may_only_look(helm: Linters) -> None:
 
 
 @pytest.mark.e2e
-def test_monitoring_is_of_both_services_and_has_the_alerts(helm: Linters) -> None:
+def test_monitoring_is_of_both_services_and_has_the_alerts(helm: ToolEnvironment) -> None:
     objects = render(helm, ALL_VALUES)
     chosen = objects["ServiceMonitor", "other"]["spec"]["selector"]["matchLabels"]
     for name in ("other", "other-router"):
@@ -169,7 +169,7 @@ def test_monitoring_is_of_both_services_and_has_the_alerts(helm: Linters) -> Non
         ({"server": {"args": ["pla-stateless"]}}, "at '/server/args/0'"),
     ],
 )
-def test_a_value_that_is_not_in_the_schema_is_refused(helm: Linters, values: dict[str, Any], line: str) -> None:
+def test_a_value_that_is_not_in_the_schema_is_refused(helm: ToolEnvironment, values: dict[str, Any], line: str) -> None:
     with pytest.raises(ValueError, match=line):
         render(helm, values)
 

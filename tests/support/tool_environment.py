@@ -1,4 +1,4 @@
-"""Checkers that are no dependencies of ours, in an environment of their own; their versions are in linters.txt."""
+"""Tools that are no dependencies of ours, in an environment of their own."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-VERSIONS = Path(__file__).with_suffix(".txt")
+VERSIONS = Path(__file__).parents[2] / "scripts" / "tools.txt"
 INSTALL_S = 300  # on a machine that does much else
 
 
-class Linters:
-    """Installed by ``pip`` into ``folder``: ``names`` are those of linters.txt that a test wants."""
+class ToolEnvironment:
+    """Installed by ``pip`` into ``folder``: ``names`` are those of scripts/tools.txt that a test wants."""
 
     def __init__(self, folder: Path, *names: str) -> None:
         self.programs = folder / "bin"
