@@ -139,6 +139,17 @@ def test_the_router_and_prometheus_know_both_engines() -> None:
     assert targets == {"router": {"router:30000"}, "engine": engines}
 
 
+@pytest.mark.skipif(not shutil.which("promtool"), reason="needs Prometheus' own checks")
+def test_prometheus_takes_its_file_and_the_alerts(tmp_path: Path) -> None:
+    mounted = dict(volume.split(":")[:2] for volume in services()["prometheus"]["volumes"])
+    for source, target in mounted.items():
+        if (FOLDER / source).is_file():
+            shutil.copy(FOLDER / source, tmp_path / Path(target).name)
+    done = subprocess.run(["promtool", "check", "config", tmp_path / "prometheus.yml"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "alerts.yaml" in done.stdout
+
+
 def test_each_stop_gives_the_drain_its_time() -> None:
     drain_s = next(field.default for field in dataclasses.fields(RelayConfig) if field.name == "drain_timeout_s")
     router_s, engine_s = drain_s + ROUTER_END_S, ANSWER_S + ENGINE_END_S

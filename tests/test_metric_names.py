@@ -138,9 +138,7 @@ def queries() -> list[tuple[str, str]]:
         for block in re.findall(r"```promql\n(.*?)```", page.read_text(encoding="utf-8"), re.S):
             found += [(page.name, line) for line in block.splitlines() if line.strip()]
     for path in (ROOT / "examples").rglob("*"):
-        if (
-            path.is_symlink() or path.parent.name == "templates"
-        ):  # of a chart: the same rules once more, and no YAML yet
+        if path.is_symlink() or path.parent.name == "templates":  # of a chart: the same rules again; no YAML yet
             continue
         if path.suffix in (".yaml", ".yml", ".json"):
             for document in yaml.safe_load_all(path.read_text(encoding="utf-8")):
