@@ -23,8 +23,6 @@ from pla_sglang.fleet.viewer.recorded import read_history
 from pla_sglang.recording.file import read
 from pla_sglang.recording.rows import Header, RecordError
 
-TARGETS = ("ttft_s", "tpot_s")
-
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
@@ -50,13 +48,17 @@ def make_document(file: Path) -> dict[str, Any]:
     header, *lines = read(file)
     assert isinstance(header, Header), "the reader checks it"
     time_scale = header.time_scale if header.device_time else 1.0
-    history, end_s = read_history(lines, time_scale)
+    history, plan, end_s = read_history(lines, time_scale)
     return {
         **history.to_document(end_s),
         "title": f"Recording {file.name}",
         "life": file.name,
+        "plan": None if plan is None else plan.to_document(),
         "clock_start_s": header.clock_start_s,
-        "targets": {name: _wall_s(header.setup.get(name.replace("_s", "_slo_s")), time_scale) for name in TARGETS},
+        "targets": {
+            "ttft_s": _wall_s(header.setup.get("ttft_slo_s"), time_scale),
+            "tpot_s": _wall_s(header.setup.get("tpot_slo_s"), time_scale),
+        },
         "head": {"policy": header.policy, "profile": header.profile, **describe_scale(header.time_scale)},
     }
 

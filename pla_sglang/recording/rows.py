@@ -25,7 +25,7 @@ from pla_sglang.policy.interface.decisions import (
 
 SET_ROLE = "set_role"
 # 1: without the epochs of roles; 2: without running requests; 3: without moves; 4: without step times and caches;
-# 5: without the ends of requests, the time of day and the engines.
+# 5: without the ends of requests, states of workers, a planner's looks, the time of day and the engines.
 VERSION = 6
 
 
@@ -172,6 +172,31 @@ class Moved(Row):
     pause_s: float
 
 
+class WorkerChanged(Row):
+    """The router has another state for an instance, and why, in its own words: those of views are fewer. It stands
+    before the change of the view that it leads to, if it does."""
+
+    now_s: float
+    instance: int
+    state: str
+    reason: str
+
+
+class Planned(Row):
+    """What a planner saw and wanted since the last such line: parts of a ``PlanLog``, its times in device seconds.
+
+    Attributes:
+        plans: time, instances there would be, and figure -> load and forecast.
+        fleet: time, instances that are ready, starting and draining, and GPU-hours so far, of wall time.
+        starts: ordered, ended, outcome.
+    """
+
+    now_s: float
+    plans: tuple[tuple[float, int, dict[str, tuple[float | None, float | None]]], ...] = ()
+    fleet: tuple[tuple[float, int, int, int, float], ...] = ()
+    starts: tuple[tuple[float, float, str], ...] = ()
+
+
 class Ended(Row):
     """How a request has ended for its client. No policy is told of it as such: see ``Finish``.
 
@@ -241,6 +266,8 @@ Line = (
     | Ticked
     | Moved
     | Ended
+    | WorkerChanged
+    | Planned
     | Prefilled
     | FirstToken
     | Interval

@@ -19,15 +19,18 @@ from pla_sglang.recording.setup import header_of
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'`&"
 
 
-def record_run(path: Path) -> None:
-    """20 s of three stateless instances: a flip, a flip that was refused, a move of a pool, a drain; 40 requests."""
+def record_run(path: Path, time_scale: float = 1.0) -> None:
+    """20 s of three stateless instances: a flip, a flip that was refused, a move of a pool, one that is suspect, a
+    plan; 40 requests, of which a quarter miss TTFT."""
     setup = Setup(load_profile("linear"), kv_capacity_tokens=1000, ttft_slo_s=1.0, tpot_slo_s=0.1, instances=3)
     views = [
         InstanceView(index, f"h{index}{EVIL}", InstanceKind.STATELESS, Role.PREFILL, kv_capacity_tokens=1000)
         for index in range(3)
     ]
     fleet, rng = FleetView(views), Random(3)
-    recorder = DecisionRecorder(RecordWriter(path), header_of("arrow", "linear", 1.0, setup), fleet)
+    recorder = DecisionRecorder(
+        RecordWriter(path), header_of("arrow", "linear", time_scale, setup, 1_700_000_000.0), fleet
+    )
     for number in range(40):
         now_s = 100.0 + number / 2
         request = RequestView(f"r{number}", 100, now_s, predicted_ttft_s=0.2)
@@ -46,8 +49,16 @@ def record_run(path: Path) -> None:
         if number == 25:
             recorder.write_move(rows.Moved(now_s, request.rid, 1, 0, "pull", "star.migrate", 1 << 20, 0.05))
         if number == 30:
+            recorder.write_fact(rows.WorkerChanged(now_s, 1, "suspect", "health"))
             fleet.set_state(views[1], InstanceState.DRAINING)
+        if number == 35:
+            look = {"requests": (5.0, 8.0)}
+            recorder.write_fact(
+                rows.Planned(now_s, ((now_s, 4, look),), ((now_s, 3, 0, 0, 0.5),), ((now_s - 2.0, now_s, "ready"),))
+            )
         recorder.write_views(now_s)
         recorder.write_first_token(request, views[1], now_s + 0.3)
         recorder.write_finish(request, 5, now_s + 0.4)
+        met = number % 4 > 0
+        recorder.write_fact(rows.Ended(now_s + 0.4, request.rid, "finished", False, 5, 0.3, 0.025, met, True))
     recorder.close_recorder()

@@ -114,7 +114,7 @@ def describe_scale(time_scale: float) -> dict[str, str]:
     """For the box at the top of the page: nothing on a real device, whose time is that of the wall."""
     if time_scale == 1:
         return {}
-    return {"times": f"of the wall; device time is 1/{time_scale:g} of them (emulated device)"}
+    return {"durations": f"wall time; the emulated device's are 1/{time_scale:g} of it"}
 
 
 BUCKETS_PER_DOUBLING = 8  # of durations: a quantile is at most 9 % above the true one
@@ -146,7 +146,7 @@ class RequestFigures:
         self.ttft_buckets[bucket] = self.ttft_buckets.get(bucket, 0) + 1
 
     def add_end(
-        self, *, failed: bool, ttft_met: bool | None, tpot_met: bool | None, tpot_s: float | None, output_tokens: int
+        self, failed: bool, ttft_met: bool | None, tpot_met: bool | None, tpot_s: float | None, output_tokens: int
     ) -> None:
         """None: the request says nothing of that target, or has no such time."""
         self.ended += 1

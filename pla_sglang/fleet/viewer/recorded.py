@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from pla_sglang.common.legend.explanations import WORKER_PREFIX
 from pla_sglang.fleet.viewer.history import (
     BOTH_CLASSES,
     GONE,
@@ -21,6 +22,7 @@ from pla_sglang.fleet.viewer.history import (
     measure_load,
     membership_of,
 )
+from pla_sglang.policy.common.plan_log import FleetCount, Forecast, Plan, PlanLog
 from pla_sglang.policy.interface.fleet import FleetView, InstanceView
 from pla_sglang.recording import rows
 from pla_sglang.recording.rows import RecordError
@@ -32,9 +34,9 @@ MOST_CHANGES = 100_000
 _FIELDS = {"set_role": "role", "set_length_class": "length_class"}
 
 
-def read_history(lines: Sequence[rows.Line], time_scale: float = 1.0) -> tuple[FleetHistory, float]:
+def read_history(lines: Sequence[rows.Line], time_scale: float = 1.0) -> tuple[FleetHistory, PlanLog | None, float]:
     """``lines`` after the header; ``time_scale``: wall seconds of one of theirs. Returns the history of the whole span,
-    and when it ends.
+    what a planner has seen and wanted, and when it ends.
 
     Raises RecordError for an empty recording, and for a line that does not fit those before it.
     """
@@ -48,7 +50,7 @@ def read_history(lines: Sequence[rows.Line], time_scale: float = 1.0) -> tuple[F
         except (KeyError, IndexError, ValueError, TypeError) as error:
             raise RecordError(f"line {number} does not fit those before it: {error!r}") from error
     reader.add_samples(times_s[-1])
-    return reader.history, times_s[-1]
+    return reader.history, reader.plan, times_s[-1]
 
 
 class _Reader:
@@ -62,6 +64,8 @@ class _Reader:
         self._arrived: set[str] = set()
         self._dispatched_s: dict[str, float] = {}
         self._ttft: dict[int, TtftSums] = {}
+        self._states: dict[int, tuple[str, str]] = {}  # by instance, as the router has said, with the reason
+        self.plan: PlanLog | None = None  # None: there was no planner
         self._has_ends = False  # recordings of former versions have none
         self._figures = RequestFigures()
 
@@ -100,6 +104,12 @@ class _Reader:
                 self._note_first_token(line, now_s)
             case rows.Ended():
                 self._note_end(line)
+            case rows.WorkerChanged():
+                self._states[line.instance] = line.state, f"{WORKER_PREFIX}{line.reason}"
+                if line.instance < len(self._fleet.instances):
+                    self._note_view(self._fleet.instances[line.instance], now_s)
+            case rows.Planned():
+                self._note_plans(line)
             case rows.Finish():
                 self._arrived.discard(line.rid)
                 self._dispatched_s.pop(line.rid, None)
@@ -119,10 +129,13 @@ class _Reader:
 
     def _note_view(self, view: InstanceView, now_s: float) -> None:
         capacity = view.kv_capacity_tokens if view.kv_capacity_tokens < 1 << 60 else None
-        self.history.note_instance(view.index, view.name, view.kind.value, capacity)
+        self.history.note_instance(view.index, view.name, "" if capacity is None else view.kind.value, capacity)
         before, now = self.history.find_membership(view.index), membership_of(view)
+        state, why = self._states.get(view.index, (now.state, ""))
+        now = now._replace(state=state)
         epoch = view.role_epoch if before is not None and before.role != now.role else None
-        reason = self._find_reason(view.index, before, now)
+        has_moved = before is not None and before.state == state
+        reason = self._find_reason(view.index, before, now) if has_moved or not why else why
         self.history.note_membership(view.index, now, now_s, reason=reason, epoch=epoch)
 
     def _find_reason(self, index: int, before: Membership | None, now: Membership) -> str:
@@ -143,13 +156,19 @@ class _Reader:
         self._has_ends = True
         if line.ttft_s is not None:
             self._figures.add_first_token(line.ttft_s * self._scale)
-        self._figures.add_end(
-            failed=line.failed,
-            ttft_met=line.ttft_met,
-            tpot_met=line.tpot_met,
-            tpot_s=None if line.tpot_s is None else line.tpot_s * self._scale,
-            output_tokens=line.output_tokens,
-        )
+        tpot_s = None if line.tpot_s is None else line.tpot_s * self._scale
+        self._figures.add_end(line.failed, line.ttft_met, line.tpot_met, tpot_s, line.output_tokens)
+
+    def _note_plans(self, line: rows.Planned) -> None:
+        scale = self._scale
+        log = self.plan = self.plan or PlanLog()
+        for at_s, planned, look in line.plans:
+            forecasts = {figure: Forecast(*values) for figure, values in look.items()}
+            log.plans.append(Plan(at_s * scale, planned, forecasts))
+        for at_s, ready, starting, draining, gpu_hours in line.fleet:
+            log.note_fleet(FleetCount(ready, starting, draining), gpu_hours, at_s * scale)
+        for ordered_s, ended_s, outcome in line.starts:
+            log.note_start(ordered_s * scale, ended_s * scale, outcome)
 
     def _note_first_token(self, line: rows.FirstToken, now_s: float) -> None:
         dispatched_s = self._dispatched_s.get(line.rid)

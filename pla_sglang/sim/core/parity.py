@@ -121,7 +121,7 @@ class Replay:
                 self._fleet.startup_s = line.startup_s
             case rows.Running():
                 self._batches |= {index: restore_batch(batch) for index, batch in line.batches.items()}
-            case rows.Moved() | rows.Ended():
+            case rows.Moved() | rows.Ended() | rows.WorkerChanged() | rows.Planned():
                 pass  # what came of orders: the views show it
             case rows.Arrival():
                 request = self._requests[line.rid] = RequestView(**_reported(line))

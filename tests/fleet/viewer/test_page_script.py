@@ -13,7 +13,7 @@ from support.recorded_fleet import EVIL, record_run
 
 from pla_sglang.common.legend.colours import PLAN_COLOURS, ROLE_COLOURS, STATE_COLOURS
 from pla_sglang.common.legend.explanations import FLEET, WORKER
-from pla_sglang.fleet.viewer.history import FleetHistory, Load, Membership, RequestMove
+from pla_sglang.fleet.viewer.history import FleetHistory, Load, Membership, RequestFigures, RequestMove
 from pla_sglang.fleet.viewer.page import render_live, render_recorded
 from pla_sglang.policy.common.length_errors import ErrorSums
 from pla_sglang.policy.common.plan_log import FleetCount, Forecast, Plan, PlanLog
@@ -24,6 +24,7 @@ from pla_sglang.view_recording import make_document
 NODE = shutil.which("node")
 pytestmark = pytest.mark.skipif(NODE is None, reason="the script of a page runs in Node, which is not installed")
 PREFILL, DECODE = Membership("ready", "prefill", ""), Membership("ready", "decode", "")
+DEAD = Membership("dead", "prefill", "")
 BLUE, RED = ROLE_COLOURS[Role.PREFILL], ROLE_COLOURS[Role.DECODE]
 HEAD = {"policy": "arrow", "ready": "3"}
 COUNTS_PX = 88.0  # of all instances together in the panel of pools
@@ -107,9 +108,9 @@ def test_the_live_page_shows_queue_pools_and_a_flip_with_its_reason_and_order() 
     assert heights(flipped) == pytest.approx({BLUE: COUNTS_PX * 2 / 3, RED: COUNTS_PX / 3})
     assert [rect["fill"] for rect in after["panels"]["rows"][0]["rects"]] == [BLUE, BLUE, BLUE, RED]
     assert [row[:5] for row in after["tables"]["instances"][1:]] == [
-        ["a", "stateless", "prefill", "both", "ready"],
-        ["b", "stateless", "prefill", "both", "ready"],
-        ["c", "stateless", "decode", "both", "ready"],
+        ["a", "ready", "stateless", "prefill", "both"],
+        ["b", "ready", "stateless", "prefill", "both"],
+        ["c", "ready", "stateless", "decode", "both"],
     ]
 
     assert before["tables"]["instances"][1][5:] == ["12,000", "1", "25 %", "10", "300 ms", "200 ms"]
@@ -148,22 +149,108 @@ def test_a_recorded_page_shows_its_whole_span(tmp_path: Path) -> None:
     asked, [shown] = run_page(render_recorded(document), pointers=[("rows", 0.4, 0.8)])
     assert (asked, shown["pausable"]) == ([], False)
     assert shown["title"] == "Recording run.jsonl"
-    assert shown["status"] == f"recorded: {shown['span']}"
+    assert shown["status"] == f"recorded: {shown['span']} from 2023-11-14 22:15:00 UTC"
     names = [f"h{index}{EVIL}" for index in range(3)]
     assert [row[0] for row in shown["tables"]["instances"][1:]] == names
-    assert [row[2:5] for row in shown["tables"]["instances"][1:]] == [
-        ["prefill", "short", "ready"],
-        ["prefill", "both", "draining"],
-        ["decode", "both", "ready"],
+    assert [[row[1], *row[3:5]] for row in shown["tables"]["instances"][1:]] == [
+        ["ready", "prefill", "short"],
+        ["suspect", "prefill", "both"],
+        ["ready", "decode", "both"],
     ]
     changes = [row[:6] for row in shown["tables"]["changes"][1:4]]
     assert changes == [
-        ["at 15 s", names[1], "draining", "both", "-", "-"],
-        ["at 10 s", names[0], "prefill", "short", "-", "any.other_pair"],
-        ["at 5.0 s", names[2], "decode", "both", "1", "any.no_data"],
+        ["22:15:15 UTC", names[1], "suspect", "both", "-", "worker.health"],
+        ["22:15:10 UTC", names[0], "prefill", "short", "-", "any.other_pair"],
+        ["22:15:05 UTC", names[2], "decode", "both", "1", "any.no_data"],
     ]
+    assert shown["tiles"][0][:2] == ["instances ready", "2 of 3"]
+    assert shown["tiles"][1][:4] == ["TTFT targets met", "72.2 %", "10 of 36 missed", "bad"]
+    assert shown["tiles"][3][:3] == ["P99 TTFT", "310 ms", "target 1 s"], "in the middle of the bucket of 300 ms"
+    assert {"22:15:00", "22:15:10", "UTC"} <= set(shown["panels"]["rows"][0]["texts"]), "round times of the day"
+    assert shown["tables"]["moves"][1][3:6] == ["KV transfer", "1.05 MB", "50 ms"]
+    assert len(shown["panels"]["planner"]) > 0
     assert shown["pointed"][0][0] == names[2]
-    assert {rect["fill"] for rect in shown["panels"]["rows"][0]["rects"]} >= {BLUE, RED, STATE_COLOURS["draining"]}
+    assert {rect["fill"] for rect in shown["panels"]["rows"][0]["rects"]} >= {BLUE, RED, STATE_COLOURS["suspect"]}
+
+
+def count_requests(history: FleetHistory, at_s: float, *, late: int, failed: int = 0) -> None:
+    """10 streams, of which some are late or have failed, in the 2 s before."""
+    figures = RequestFigures()
+    for number in range(10):
+        is_late = number < late
+        figures.add_first_token(4.0 if is_late else 0.25)
+        figures.add_end(number < failed, not is_late, True, 0.02, 50)
+    history.add_sample(at_s, {}, open_requests=0, waiting=0, figures=figures)
+
+
+def show_fleet(history: FleetHistory, now_s: float) -> dict[str, Any]:
+    """The live page, whose clock was at 2023-11-14 22:13:20 when that of the history was 0."""
+    targets = {"ttft_s": 1.0, "tpot_s": 0.05}
+    extra = {"life": "1", "head": HEAD, "clock_start_s": 1_700_000_000.0, "targets": targets}
+    return run_page(render_live().decode(), [(200, {**history.to_document(now_s), **extra})])[1][0]
+
+
+def test_the_tiles_say_whether_targets_are_met() -> None:
+    history = FleetHistory()
+    for index in range(2):
+        history.note_instance(index, f"h{index}", "stateless", 1000)
+        history.note_membership(index, PREFILL, 100.0, reason="worker.answers")
+    for place in range(40):
+        count_requests(history, 102.0 + 2 * place, late=5 if place < 10 else 0, failed=int(place == 39))
+    shown = show_fleet(history, 180.0)
+    assert [tile[:4] for tile in shown["tiles"]] == [
+        ["instances ready", "2 of 2", "", "good"],
+        ["TTFT targets met", "100 %", "0 of 300 missed", "good"],
+        ["TPOT targets met", "100 %", "0 of 300 missed", "good"],
+        ["P99 TTFT", "239 ms", "target 1 s", "good"],
+        ["P99 TPOT", "19.4 ms", "target 50 ms", "good"],
+        ["requests/s", "5", "250 tokens/s", ""],
+        ["errors", "0.333 %", "1 of 300 requests", "fair"],
+    ]
+    assert {tile[4] for tile in shown["tiles"]} == {1}, "each has its curve"
+    assert shown["status"] == "live, 22:16:20 UTC"
+    assert len(shown["panels"]["latency"]) == 2
+    assert shown["troubles"] == []
+    assert [shown["tables"][name] for name in ("moves",)] == [[["none in this span"]]]
+
+
+def lose(history: FleetHistory, *, again: str) -> dict[str, Any]:
+    """The second of two is lost at 150; another one at its address is ``again`` since then."""
+    for index, name in enumerate("ab"):
+        history.note_instance(index, name, "stateless", 1000)
+        history.note_membership(index, PREFILL, 100.0, reason="worker.answers")
+    history.note_membership(1, Membership("suspect", "prefill", ""), 149.0, reason="worker.health")
+    history.note_membership(1, Membership("dead", "prefill", ""), 150.0, reason="worker.no_answer")
+    history.note_instance(2, "b", "" if again == "starting" else "stateless", None)
+    history.note_membership(2, Membership(again, "mixed", ""), 150.0, reason="worker.added")
+    return show_fleet(history, 180.0)
+
+
+def test_a_lost_instance_is_named_with_its_time() -> None:
+    shown = lose(FleetHistory(), again="starting")
+    why = WORKER["no_answer"]
+    assert shown["troubles"] == [f"b lost since 22:15:50 UTC (30 s): {why}"]
+    assert shown["tiles"][0][:4] == ["instances ready", "1 of 2", "1 lost, 1 starting", "bad"]
+    assert [row[:3] for row in shown["tables"]["instances"][1:]] == [
+        ["a", "ready", "stateless"],
+        ["b", "lost 22:15:50 UTC", "stateless"],
+        ["b", "starting", "-"],
+    ]
+    assert [rect for rect in shown["panels"]["rows"][0]["rects"] if rect.get("class") == "lost"]
+
+
+def test_it_is_no_trouble_once_another_one_is_ready_at_its_address() -> None:
+    shown = lose(FleetHistory(), again="ready")
+    assert (shown["troubles"], shown["tiles"][0][:4]) == ([], ["instances ready", "2 of 2", "", "good"])
+
+
+@pytest.mark.parametrize(("reason", "before"), [("worker.removed", "ready"), ("worker.no_answer", "draining")])
+def test_one_that_was_removed_or_had_finished_is_no_trouble(reason: str, before: str) -> None:
+    history = FleetHistory()
+    history.note_instance(0, "a", "stateless", 1000)
+    history.note_membership(0, Membership(before, "prefill", ""), 100.0)
+    history.note_membership(0, DEAD, 150.0, reason=reason)
+    assert show_fleet(history, 180.0)["troubles"] == []
 
 
 def log_of_a_surge() -> PlanLog:

@@ -14,7 +14,7 @@ import pytest
 from support.recorded_fleet import EVIL, record_run
 
 from pla_sglang.__main__ import main as command
-from pla_sglang.fleet.viewer.history import FleetHistory, Membership
+from pla_sglang.fleet.viewer.history import BUCKETS_PER_DOUBLING, FleetHistory, Membership, find_bucket
 from pla_sglang.fleet.viewer.page import live_headers, render_live, render_recorded
 from pla_sglang.policy.interface.reasons import FleetReason
 from pla_sglang.view_recording import make_document
@@ -95,7 +95,7 @@ def test_a_recording_becomes_a_history(recording: Path) -> None:
     assert changes[3:] == [
         (5.0, 2, "ready", "decode", "", FleetReason.NO_DATA.value, 1),
         (10.0, 0, "ready", "prefill", "short", FleetReason.OTHER_PAIR.value, None),
-        (15.0, 1, "draining", "prefill", "", "", None),
+        (15.0, 1, "suspect", "prefill", "", "worker.health", None),
     ]
     assert (document["moved"], document["moves"]) == (
         1,
@@ -107,6 +107,50 @@ def test_a_recording_becomes_a_history(recording: Path) -> None:
     assert (last[1], last[2]) in ((3, 3), (4, 4))  # those that wait for ever; the last one is the last line
     fields = dict(zip(("index", *document["load_fields"]), last[3][1], strict=True))
     assert (fields["first_tokens"], fields["ttft_ms"], fields["predicted_ttft_ms"]) == (36, 36 * 300, 36 * 200)
+
+
+def sum_figures(document: dict[str, Any]) -> dict[str, Any]:
+    """Counts over all samples, and the smallest bucket of TTFT."""
+    figures = [
+        dict(zip(document["figure_fields"], sample[5], strict=True)) for sample in document["samples"] if sample[5]
+    ]
+    return {
+        "ended": sum(one["ended"] for one in figures),
+        "failed": sum(one["failed"] for one in figures),
+        "ttft": [sum(one["ttft"][met] for one in figures) for met in (0, 1)],
+        "bucket": min(bucket for one in figures for bucket in one["ttft_buckets"]),
+    }
+
+
+def test_a_recording_says_which_targets_were_met(recording: Path) -> None:
+    figures = sum_figures(make_document(recording))
+    assert (figures["ended"], figures["failed"], sum(figures["ttft"])) == (36, 0, 36)
+    assert figures["ttft"] == [10, 26]
+    assert figures["bucket"] == find_bucket(0.3)
+    assert (
+        2 ** ((figures["bucket"] - 1) / BUCKETS_PER_DOUBLING) < 0.3 <= 2 ** (figures["bucket"] / BUCKETS_PER_DOUBLING)
+    )
+
+
+def test_a_recording_shows_the_plans(recording: Path) -> None:
+    plan = make_document(recording)["plan"]
+    assert plan["plans"] == [[117.5, 4, {"requests": {"load": 5.0, "forecast": 8.0}}]]
+    assert (plan["fleet"], plan["starts"]) == ([[117.5, 3, 0, 0, 0.5]], [[115.5, 117.5, "ready"]])
+
+
+def test_a_recording_of_a_slow_device_has_the_durations_that_its_clients_saw(tmp_path: Path) -> None:
+    """So the same move takes as long on both pages, whatever the time scale."""
+    documents = []
+    for scale in (1.0, 8.0):
+        record_run(tmp_path / "run.jsonl", scale)
+        documents.append(make_document(tmp_path / "run.jsonl"))
+    plain, slow = documents
+    assert [move[-1] for move in slow["moves"]] == [8 * move[-1] for move in plain["moves"]]
+    assert slow["now_s"] - slow["start_s"] == pytest.approx(8 * (plain["now_s"] - plain["start_s"]), rel=0.05)
+    assert slow["targets"] == {name: 8 * value for name, value in plain["targets"].items()}
+    assert sum_figures(slow)["bucket"] == sum_figures(plain)["bucket"] + 3 * BUCKETS_PER_DOUBLING
+    assert "1/8" in slow["head"]["durations"]
+    assert "durations" not in plain["head"]
 
 
 def test_the_command_writes_a_page(recording: Path, capsys: pytest.CaptureFixture[str]) -> None:

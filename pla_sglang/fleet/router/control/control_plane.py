@@ -38,7 +38,7 @@ from pla_sglang.fleet.router.control.requests.running_requests import RunningReq
 from pla_sglang.fleet.router.control.scale_orders import ScaleOrders
 from pla_sglang.fleet.router.control.silence import SilenceWatch
 from pla_sglang.fleet.router.control.succession import Lease, Preparation, Succession
-from pla_sglang.fleet.router.control.watch import FleetWatch, describe_fleet, note_move
+from pla_sglang.fleet.router.control.watch import FleetWatch, PlanRecorder, describe_fleet, note_move, record_worker
 from pla_sglang.fleet.router.control.workers.abort_order import AbortOrder
 from pla_sglang.fleet.router.control.workers.batching import BatchingOrders
 from pla_sglang.fleet.router.control.workers.discovery import Description, parse_url
@@ -118,6 +118,7 @@ class ControlPlane:
         self._peering = Peering(self.table, self.series.peer_lists.inc, router_key=router_key)
         self._batching = BatchingOrders(self.table)
         self.scaling = self._make_scaling()
+        self._plans = PlanRecorder(self.scaling.log)
         booking = Booking(Ledger(), Prompts(knobs.prompts, PrefixIndex()), self.series, device_clock)
         self.migration = self._make_migration(booking)
         self.policy = self._make_policy(booking)
@@ -428,6 +429,7 @@ class ControlPlane:
             return
         self.scaling.on_worker_change(worker)
         if self.policy.runner is not None:
+            record_worker(worker, now_s, self.policy)
             self.policy.runner.record_views(now_s)
         self._state_file.mark_changed()
         self._relays.publish_table()
@@ -474,6 +476,7 @@ class ControlPlane:
         self._drains.empty_drained()
         self.table.remove_drained(now_s)
         self.scaling.note_fleet(now_s)
+        self._plans.record_new(self.policy, now_s)
         self._journal.note_waits(self.table, now_s)
         for worker in self.table:
             worker.load.age_ttft_ratio(now_s)

@@ -185,7 +185,7 @@ class RequestEvents:
         model = self._table.names.find_label(record.ask)
         judged = self._series.requests.add_request(model, record, end, at_s=at_s, last_s=last_s)
         if self._policy.recorder is not None:
-            self._policy.recorder.write_end(describe_end(record, end, judged, self._policy.clock, now_s))
+            self._policy.recorder.write_fact(describe_end(record, end, judged, self._policy.clock, now_s))
         tracing = self._dispatcher.tracing
         if tracing is not None and record.ask.parent is not None:
             tracing.trace(record)

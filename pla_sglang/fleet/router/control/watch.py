@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 from pla_sglang.common.legend.explanations import WORKER_PREFIX
 from pla_sglang.fleet.router.control.policy_setup import LivePolicy
@@ -22,10 +24,12 @@ from pla_sglang.fleet.viewer.history import (
     membership_of,
 )
 from pla_sglang.policy.common.length_errors import JudgedPredictor
+from pla_sglang.policy.common.plan_log import FleetCount, Plan, PlanLog, Start
 from pla_sglang.policy.interface.fleet import Role
 from pla_sglang.policy.runner import FleetRunner, PoolMove
 from pla_sglang.recording import rows
 
+Kept = TypeVar("Kept")
 _ROLES = frozenset(role.value for role in Role)
 
 
@@ -103,6 +107,51 @@ class FleetWatch:
             self.history.note_membership(view.index, now, now_s)
         if worker.state is WorkerState.DEAD:
             self._gone.add(view.index)
+
+
+def record_worker(worker: Worker, now_s: float, policy: LivePolicy) -> None:
+    """Its state, before the views that show it, goes into the recording."""
+    if policy.recorder is not None:
+        state, reason = worker.state.value, worker.reason.value
+        policy.recorder.write_fact(rows.WorkerChanged(policy.clock.device_s(now_s), worker.view.index, state, reason))
+
+
+class PlanRecorder:
+    """Writes what is new in ``log`` to the recording."""
+
+    def __init__(self, log: PlanLog) -> None:
+        self._log = log
+        self._plan: Plan | None = None
+        self._start: Start | None = None
+        self._counts: FleetCount | None = None
+
+    def record_new(self, policy: LivePolicy, now_s: float) -> None:
+        """What has come since the last call: plans, ends of starts, and the fleet where it has changed."""
+        log = self._log
+        if policy.recorder is None or not log.points:
+            return
+        plans, starts = _those_after(self._plan, log.plans), _those_after(self._start, log.starts)
+        point = log.points[-1]
+        if not plans and not starts and point.counts == self._counts:
+            return
+        device_s = policy.clock.device_s
+        policy.recorder.write_fact(
+            rows.Planned(
+                device_s(now_s),
+                tuple((device_s(plan.at_s), plan.planned, _plain_look(plan)) for plan in plans),
+                ((device_s(point.at_s), *point.counts, point.gpu_hours),),
+                tuple((device_s(one.ordered_s), device_s(one.ended_s), one.outcome) for one in starts),
+            )
+        )
+        self._plan, self._start, self._counts = log.last_plan, log.starts[-1] if log.starts else None, point.counts
+
+
+def _those_after(last: Kept | None, kept: Sequence[Kept]) -> list[Kept]:
+    return list(itertools.takewhile(lambda one: one is not last, reversed(kept)))[::-1]
+
+
+def _plain_look(plan: Plan) -> dict[str, tuple[float | None, float | None]]:
+    return {figure: (values.load, values.forecast) for figure, values in plan.look.items()}
 
 
 def note_move(record: RequestRecord, now_s: float, *, history: FleetHistory, policy: LivePolicy) -> None:

@@ -137,6 +137,7 @@ _decode_members = msgspec.json.Decoder(_Members).decode
 _decode_params = msgspec.json.Decoder(_Params).decode
 _decode_list = msgspec.json.Decoder(list[msgspec.Raw]).decode
 _decode_any = msgspec.json.Decoder().decode
+_decode_text = msgspec.json.Decoder(str).decode
 _decode_names = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
@@ -362,7 +363,8 @@ def _read_adapter(raw: msgspec.Raw) -> str | None:
 
 def _read_model(raw: msgspec.Raw) -> str:
     """What is wrong with it the instance says."""
-    return _decode_any(raw) if len(memoryview(raw)) <= MAX_MODEL_BYTES and _first_byte(raw) == b'"' else ""
+    text = bytes(raw)
+    return _decode_text(text) if text[:1] == b'"' and len(text) <= MAX_MODEL_BYTES else ""
 
 
 def _read_samples(raw: msgspec.Raw) -> int:

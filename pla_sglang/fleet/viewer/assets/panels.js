@@ -71,14 +71,15 @@ const panels = (() => {
   // ``title``: what it is, and its unit. A count has no tick between two whole numbers.
   function drawScale(panel, top, height, most, [title, unit]) {
     const { svg, left, width } = panel, end = { x: left - 6, "text-anchor": "end" };
-    const half = unit !== "instances" || most % 2 === 0 ? [most / 2] : [];
+    const isNarrow = left < NAME_PX, middle = top + height / 2;
+    const half = !isNarrow && (unit !== "instances" || most % 2 === 0) ? [most / 2] : [];
     for (const value of [0, ...half, most]) {
       const y = top + height - (value / most) * (height - 2);
       svgChild(svg, "text", { ...end, y: Math.max(top + 10, y + (value ? 4 : 0)) }, number(value));
       svgChild(svg, "line", { x1: left, x2: width, y1: y, y2: y, class: "grid" });
     }
-    svgChild(svg, "text", { x: 0, y: top + 12, class: "name" }, title);
-    svgChild(svg, "text", { x: 0, y: top + 26 }, unit);
+    svgChild(svg, "text", { x: 0, y: isNarrow ? middle - 2 : top + 12, class: "name" }, title);
+    svgChild(svg, "text", { x: 0, y: isNarrow ? middle + 11 : top + 26 }, unit);
   }
 
   // points: [time, value]; a value of null interrupts the line.

@@ -97,13 +97,13 @@ const drawTiles = (() => {
     const kind = bad ? "bad" : ready < all ? "fair" : "good";
     const tile = addTile(place, { title: "instances ready", value: `${ready} of ${all}`, detail: rest.join(", "), kind });
     const inside = state.changes.map((one) => one.at).filter((at) => at > shown.from && at < shown.to);
-    const times = [shown.from, ...inside, shown.to], steps = [];
+    const times = [shown.from, ...inside.sort((a, b) => a - b), shown.to], steps = [];
     const count = (at) => state.instances.filter((one) => fleet.spanAt(one.index, at)?.state === "ready").length;
     times.slice(0, -1).forEach((at, index) => {
       const many = count(at + 1e-6);
       steps.push([at, many], [times[index + 1], many]);
     });
-    drawCurve(tile, steps, shown);
+    return () => drawCurve(tile, steps, shown);
   }
 
   function drawChart(place, parts, shown, name, title) {
@@ -149,15 +149,17 @@ const drawTiles = (() => {
   return (shown, samples) => {
     const place = byId("tiles"), parts = listParts(samples, shown);
     const from = recorded ? shown.from : Math.max(shown.from, shown.to - LAST_S);
-    const sum = fleet.sumFigures(samples, from - 1e-3, shown.to + 1e-3);
-    byId("tiles-span").textContent = `Figures: the ${recorded ? "span" : `last ${duration(shown.to - from)}`}; curves: the span that is shown.`;
+    const sum = fleet.sumFigures(samples, from, shown.to + 1e-3);
+    byId("tiles-span").textContent = `Figures are of the ${recorded ? "span that is shown" : `last ${duration(shown.to - from)}`}, curves of all that is shown.`;
     place.replaceChildren();
-    addReady(place, shown);
+    const curves = [addReady(place, shown)]; // drawn once the tiles have their widths
     for (const { title, points, show, low } of TILES) {
       const [value, detail, kind] = sum ? show(sum) : ["-", recorded ? "not in this recording" : "no request yet", ""];
       const tile = addTile(place, { title, value, detail, kind });
-      drawCurve(tile, parts.map(({ at, sum: part }) => [at, part ? points(part) : null]), shown, low);
+      const line = parts.map(({ at, sum: part }) => [at, part ? points(part) : null]);
+      curves.push(() => drawCurve(tile, line, shown, low));
     }
+    curves.forEach((draw) => draw());
     listTroubles(shown);
     drawLatency(parts, shown);
   };

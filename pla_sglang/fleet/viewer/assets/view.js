@@ -179,16 +179,16 @@
     const mean = (name) => (requests ? seconds(change(name) / requests / 1000) : "-");
     const now = (name) => (last && known ? number(figure(last, name)) : "-");
     const share = last && known && one.kv_capacity_tokens ? figure(last, "kv_used_tokens") / one.kv_capacity_tokens : null;
-    const pool = known ? [words(span.role), span.cls || "both", span.state] : ["-", "-", span.state];
+    const pool = known ? [words(span.role), span.cls || "both"] : ["-", "-"];
     const load = [now("queued_tokens"), now("requests"), share === null ? "-" : `${Math.round(100 * share)} %`];
-    return [one.name, one.kind || "-", ...pool, ...load, number(requests), mean("ttft_ms"), mean("predicted_ttft_ms")];
+    return [one.name, span.state, one.kind || "-", ...pool, ...load, number(requests), mean("ttft_ms"), mean("predicted_ttft_ms")];
   }
 
   function fillTables(shown, samples) {
     const inside = samples.filter((one) => one.at >= shown.from && one.at <= shown.to);
     const columns = ["tokens to compute", "requests", "KV in use", "first tokens", "TTFT", "predicted"];
     const rows = listShown(shown).map((one) => describeRow(one, shown, inside));
-    fillTable(byId("instances"), ["instance", "kind", "role", "prompts", "state", ...columns], rows);
+    fillTable(byId("instances"), ["instance", "state", "kind", "role", "prompts", ...columns], rows);
     const names = new Map(state.instances.map((one) => [one.index, one.name]));
     const changes = fleet.changesOf(shown).slice(-SHOWN_CHANGES).reverse().map((one) => [
       timeText(one.at), names.get(one.index), words(fleet.poolOf(one)), one.cls || "both", one.epoch ?? "-",

@@ -25,6 +25,7 @@ from pla_sglang.policy.interface.decisions import ScaleTo
 from pla_sglang.policy.interface.fleet import Role
 from pla_sglang.policy.interface.reasons import FleetReason
 from pla_sglang.policy.runner import Refusal
+from pla_sglang.view_recording import make_document
 
 REASON = FleetReason.DOPD_TOTAL
 KNOBS = ScalingKnobs(planner="dopd", actuator="local:fleet.json", instances_max=3, interval_s=3600.0)
@@ -344,8 +345,13 @@ async def test_what_a_planner_has_decided_replays(actuator: FakeActuator, tmp_pa
         for index in range(0, 40, 2):
             one.ended(f"r{index}", output_tokens=200)
         await asyncio.sleep(0.2)
+        live = one.plane.view_document(0.0)["plan"]
     _, result = replay_file(path)
     assert result.identical_share == 1.0
+    recorded = make_document(path)["plan"]
+    assert 0 < len(recorded["plans"]) == pytest.approx(len(live["plans"]), abs=3), "those after the last sweep lack"
+    assert recorded["plans"][:-3] == live["plans"][: len(recorded["plans"]) - 3]
+    assert recorded["starts"] == live["starts"]
     assert any("scale_to" in str(line) for line in path.read_text().splitlines())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ from pla_sglang.fleet.router.control.requests.request_record import End, Request
 from pla_sglang.fleet.router.control.workers.served_names import MOST_NAMES, OTHER, ServedNames
 from pla_sglang.fleet.router.wire import messages as m
 from pla_sglang.policy.interface.fleet import RequestView
+from pla_sglang.recording import file as recording
+from pla_sglang.recording.rows import Ended
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 NEITHER, MISSED, CUT_OFF = Judgement(), Judgement(False, failed=True), Judgement(True, False, failed=True)
@@ -72,7 +75,7 @@ def ended(outcome: m.Outcome = m.Outcome.OK, tokens: int | None = 11, status: in
     ],
 )
 def test_each_kind_of_end(request_: RequestRecord, end: End, last_s: float | None, judged: Judgement) -> None:
-    assert judge_targets(request_, end, last_s) == judged
+    assert judge_targets(request_, end, request_.shown_attempt.first_token_s, last_s) == judged
 
 
 def read(text: str) -> Samples:
@@ -150,8 +153,9 @@ def finish(one: Scene, rid: str, *, ttft_s: float = 0.0, tokens: int = 11, **fie
     one.ended(rid, output_tokens=tokens, last_s=time.monotonic() + 0.01 * (tokens - 1))
 
 
-async def test_a_scrape_says_whether_targets_are_met() -> None:
-    async with scene(["null"]) as one:
+async def test_a_scrape_says_whether_targets_are_met(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    async with scene(["null"], record=path) as one:
         finish(one, "fast", tenant="acme")
         finish(one, "late", tenant="acme", ttft_s=3.0)
         finish(one, "whole", tenant="acme", tokens=21)
@@ -179,3 +183,12 @@ async def test_a_scrape_says_whether_targets_are_met() -> None:
         assert find(samples, "ttft_seconds_count", **labels) == find(samples, "request_seconds_count", **labels) == 3
         assert find(samples, "tpot_seconds_bucket", le="0.01", **labels) == 0
         assert find(samples, "tpot_seconds_bucket", le="0.02", **labels) == 3
+    ends = [line for line in recording.read(path) if isinstance(line, Ended)]
+    assert [(one.rid, one.end, one.failed, one.ttft_met, one.tpot_met) for one in ends] == [
+        ("fast", "finished", False, True, True),
+        ("late", "finished", False, False, True),
+        ("whole", "finished", False, True, True),
+        ("gone", "client_gone", False, None, None),
+        ("lost", "upstream_error", True, False, None),
+    ]
+    assert ends[1].ttft_s == pytest.approx(3.0, abs=0.5)

@@ -123,8 +123,9 @@ class DecisionRecorder:
     def write_move(self, move: rows.Moved) -> None:
         self._write_row(move)
 
-    def write_end(self, ended: rows.Ended) -> None:
-        self._write_row(ended)
+    def write_fact(self, fact: rows.Ended | rows.WorkerChanged | rows.Planned) -> None:
+        """What no policy is told of."""
+        self._write_row(fact)
 
     def write_prefill(self, sample: PrefillSample, now_s: float) -> None:
         self.write_views(now_s)

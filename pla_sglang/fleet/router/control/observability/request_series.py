@@ -21,7 +21,7 @@ from pla_sglang.fleet.viewer.history import RequestFigures
 from pla_sglang.policy.common.device_clock import DeviceClock
 from pla_sglang.recording import rows
 
-# A row shows about 70 samples. A scrape of this many takes 30 ms, in which no request is dispatched.
+# A row shows about 60 samples. A scrape of this many takes 60 ms on a busy core; no request is dispatched meanwhile.
 MOST_PAIRS = 100  # of model and tenant that have rows of their own
 OTHER = "other"  # the tenant under which the rest of a model's is counted
 KEY_PREFIX = "key-"  # of the names that a relay makes of API keys: no client has given them
@@ -29,6 +29,8 @@ SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 
 TPOT_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.5, 1.0, 2.0)
 REQUEST_SECONDS = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 _LABELS = ("model", "tenant")
+_GENERATES = frozenset(endpoint for endpoint, (_, path) in BY_ENDPOINT.items() if path.generates)
+# Named once: see ``fast_enum``.
 _OK, _CLIENT_ERROR, _REFUSED, _CLIENT_GONE = Outcome.OK, Outcome.CLIENT_ERROR, Outcome.REFUSED, Outcome.CLIENT_GONE
 _WHOLE = frozenset({_OK, _CLIENT_GONE})  # nothing but its client has cut the answer off
 _OVERLOAD = 429  # a status of refusals that are not the client's mistake
@@ -46,26 +48,30 @@ class Judgement(NamedTuple):
     failed: bool = False
 
 
+_UNJUDGED, _FAILED = Judgement(), Judgement(failed=True)
+
+
 def has_first_token(record: RequestRecord) -> bool:
     """True for streams of answers: of an answer in one piece nobody sees when its first token came."""
-    return record.ask.stream and BY_ENDPOINT[record.ask.endpoint][1].generates
+    return record.ask.stream and record.ask.endpoint in _GENERATES
 
 
-def judge_targets(record: RequestRecord, end: End, last_s: float | None) -> Judgement:
-    """``last_s``: when the last byte of the answer was forwarded.
+def judge_targets(record: RequestRecord, end: End, first_s: float | None, last_s: float | None) -> Judgement:
+    """``first_s``, ``last_s``: when the first token came, and when the last byte of the answer was forwarded.
 
     A client that leaves before the first token says nothing of targets, and neither does a request that is wrong in
     itself. Any other end without a first token has missed TTFT. An answer that was cut off has missed TPOT.
     """
-    outcome, first_s, tokens = end.outcome, record.shown_attempt.first_token_s, end.output_tokens
-    mistake = outcome is _REFUSED and 400 <= end.status < 500 and end.status != _OVERLOAD
-    if mistake or outcome is _CLIENT_ERROR:
-        return Judgement()
+    outcome, tokens = end.outcome, end.output_tokens
     whole = outcome in _WHOLE
+    if not whole:
+        mistake = outcome is _REFUSED and 400 <= end.status < 500 and end.status != _OVERLOAD
+        if mistake or outcome is _CLIENT_ERROR:
+            return _UNJUDGED
     if not has_first_token(record):
-        return Judgement(failed=not whole)
+        return _UNJUDGED if whole else _FAILED
     if first_s is None or (not whole and tokens == 0):  # the first byte was that of an error
-        return Judgement() if outcome is _CLIENT_GONE else Judgement(False, failed=True)
+        return _UNJUDGED if outcome is _CLIENT_GONE else Judgement(False, failed=True)
     ttft_met = first_s - record.ask.arrived_s <= record.ttft.slo_s
     if not whole:
         return Judgement(ttft_met, False, failed=True)
@@ -148,16 +154,16 @@ class RequestSeries(Collector):
         self, model: str, record: RequestRecord, end: End, *, at_s: float, last_s: float | None = None
     ) -> Judgement:
         """A request has ended at ``at_s``. ``last_s``: as in ``judge_targets``."""
-        row, outcome = self._find_row(model, record.tenant), end.outcome
+        row, outcome, first_s = self._find_row(model, record.tenant), end.outcome, record.shown_attempt.first_token_s
         label = outcome.label
         row.ends[label] = row.ends.get(label, 0) + 1
         if outcome is _OK:
             row.request_s.observe(max(0.0, at_s - record.ask.arrived_s))
         if end.output_tokens is not None:
             row.output_tokens[end.exact_tokens] += end.output_tokens
-        if record.shown_attempt.first_token_s is not None:
+        if first_s is not None:
             row.input_tokens += record.prompt.tokens
-        judged = judge_targets(record, end, last_s)
+        judged = judge_targets(record, end, first_s, last_s)
         ttft_met, tpot_met, tpot_s, failed = judged
         if ttft_met is not None:
             row.ttft[ttft_met] += 1
@@ -165,23 +171,18 @@ class RequestSeries(Collector):
             row.tpot[tpot_met] += 1
         if tpot_s is not None:
             row.tpot_s.observe(tpot_s)
-        self._recent.add_end(
-            failed=failed,
-            ttft_met=ttft_met,
-            tpot_met=tpot_met,
-            tpot_s=tpot_s,
-            output_tokens=end.output_tokens or 0,
-        )
+        self._recent.add_end(failed, ttft_met, tpot_met, tpot_s, end.output_tokens or 0)
         return judged
 
     def _find_row(self, model: str, tenant: str) -> _Row:
         row = self._rows.get((model, tenant))
-        if row is None:
-            if tenant.startswith(KEY_PREFIX):
-                return self._find_row(model, "")
-            if len(self._rows) >= self._most_pairs:
-                return self._rows.setdefault((model, OTHER), _Row())
-            row = self._rows[model, tenant] = _Row()
+        if row is not None:
+            return row
+        if tenant.startswith(KEY_PREFIX):
+            return self._find_row(model, "")
+        if len(self._rows) >= self._most_pairs and tenant != OTHER:
+            return self._find_row(model, OTHER)
+        row = self._rows[model, tenant] = _Row()
         return row
 
     # -- for those who scrape ------------------------------------------------------------------------------------------

@@ -264,6 +264,8 @@ class RequestRecord(msgspec.Struct, gc=False, eq=False):
     @property
     def shown_attempt(self) -> Attempt:
         """The attempt whose first token is the request's, as far as there is one."""
+        if len(self.attempts) == 1:  # as of nearly all
+            return self.present
         return next((one for one in self.attempts if one.first_token_s is not None), self.present)
 
     @property
