@@ -40,7 +40,8 @@ const panels = (() => {
 
   // Round times of the day, or without a clock, since the start or until now.
   function drawAxis(svg, height, shown, scale, x) {
-    const step = STEPS_S.find((s) => s * scale > 75) || 86400, hasClock = state.clock !== null;
+    const hasClock = state.clock !== null, least = (s) => (hasClock && s >= 60 ? 50 : 75); // HH:MM needs less
+    const step = STEPS_S.find((s) => s * scale > least(s)) || 86400;
     const start = recorded ? state.start : state.now, zero = hasClock ? -state.clock : start;
     for (let tick = Math.ceil((shown.from - zero) / step); zero + tick * step <= shown.to; tick++) {
       const at = x(zero + tick * step), ago = tick || recorded ? duration(Math.abs(tick * step)).replace(".0", "") : "now";

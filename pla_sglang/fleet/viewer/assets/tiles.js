@@ -129,9 +129,9 @@ const drawTiles = (() => {
   function drawLatency(parts, shown) {
     const place = byId("latency");
     place.replaceChildren();
+    byId("latency-part").hidden = !parts.some(({ sum }) => sum && sum.ended); // before it is drawn: it has no width else
     drawChart(place, parts, shown, "ttft", "TTFT");
     drawChart(place, parts, shown, "tpot", "TPOT");
-    byId("latency-part").hidden = !parts.some(({ sum }) => sum && sum.ended);
   }
 
   function listTroubles(shown) {
