@@ -29,7 +29,7 @@ def record_run(path: Path, time_scale: float = 1.0) -> None:
     ]
     fleet, rng = FleetView(views), Random(3)
     recorder = DecisionRecorder(
-        RecordWriter(path), header_of("arrow", "linear", time_scale, setup, 1_700_000_000.0), fleet
+        RecordWriter(path), header_of("arrow", "linear", time_scale, setup, clock_start_s=1_700_000_000.0), fleet
     )
     for number in range(40):
         now_s = 100.0 + number / 2

@@ -81,10 +81,10 @@ const fleet = (() => {
     const own = state.changes.filter((change) => change.index === one.index && change.at <= at);
     const end = own[own.length - 1], before = own.length > 1 ? own[own.length - 2].state : one.base && one.base[0];
     if (!end || end.state !== "dead" || end.reason === "worker.removed") return null;
-    if (before === "draining" || before === "dead") return null; // it had finished
+    if (["draining", "drained", "dead"].includes(before)) return null; // it had finished
     const follows = state.instances.some((other) => {
       const span = other.index > one.index && other.name === one.name && spanAt(other.index, at);
-      return span && ["ready", "draining"].includes(span.state);
+      return span && ["ready", "draining", "drained"].includes(span.state);
     });
     return follows ? null : end;
   }

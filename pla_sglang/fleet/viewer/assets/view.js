@@ -167,7 +167,7 @@
     }));
   }
 
-  const STATE_KINDS = { ready: "good", starting: "fair", draining: "fair", suspect: "bad", lost: "bad" };
+  const STATE_KINDS = { ready: "good", starting: "fair", draining: "fair", drained: "fair", suspect: "bad", lost: "bad" };
 
   function describeRow(one, shown, inside) {
     const lost = fleet.listTroubles(shown.to).find((trouble) => trouble.one === one && trouble.text === "lost");
