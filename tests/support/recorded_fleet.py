@@ -28,9 +28,9 @@ def record_run(path: Path, time_scale: float = 1.0) -> None:
         for index in range(3)
     ]
     fleet, rng = FleetView(views), Random(3)
-    recorder = DecisionRecorder(
-        RecordWriter(path), header_of("arrow", "linear", time_scale, setup, clock_start_s=1_700_000_000.0), fleet
-    )
+    header = header_of("arrow", "linear", time_scale, setup)
+    header.clock_start_s = 1_700_000_000.0
+    recorder = DecisionRecorder(RecordWriter(path), header, fleet)
     for number in range(40):
         now_s = 100.0 + number / 2
         request = RequestView(f"r{number}", 100, now_s, predicted_ttft_s=0.2)
