@@ -128,6 +128,7 @@ def test_every_series_of_an_engine_is_documented(scraper: str) -> None:
 QUERY_FUNCTIONS = {"histogram_quantile", "sum", "rate", "increase", "avg", "max", "min", "by", "without", "irate"} | {
     "avg_over_time",
     "last_over_time",
+    "min_over_time",
 }
 
 
