@@ -25,7 +25,7 @@ from pla_sglang.common.errors import PlaError
 from pla_sglang.sim import chain
 
 ANSWER_TOKENS = (60, 240)  # so that answers take seconds: what plans moves looks at them a few times
-PROMPT_LETTERS = (100, 600)
+PROMPT_TOKENS = (1000, 4000)  # long passes, beside which the time of this machine is small
 SHARED_TOKENS = 2000  # of the prompt that caches are to hold
 REQUEST_S = 60.0  # for one request, of real time
 LATE = {"x-slo-ttft-ms": "1", "x-slo-tpot-ms": "1"}  # no request can meet these
@@ -64,7 +64,7 @@ class Load:
     def send_some(self, count: int) -> None:
         for _ in range(count):
             tokens = self._rng.randint(*ANSWER_TOKENS)
-            prompt = chain.prompt_of(self._rng.randint(*PROMPT_LETTERS), tokens, self._rng)
+            prompt = chain.prompt_of(self._rng.randint(*PROMPT_TOKENS), tokens, self._rng)
             headers = {"x-answer-tokens": str(tokens), **self.headers}
             task = asyncio.create_task(send_request(self._url, prompt, tokens, headers))
             self._open.add(task)
