@@ -104,9 +104,9 @@ class Prometheus:
         found = fetch(f"{self.url}/api/v1/query?{query}")["data"]["result"]
         return [row for row in found if row["value"][1] != "NaN"]
 
-    def list_empty(self, queries: Sequence[Query]) -> list[str]:
-        """Where a query has no sample now."""
-        return [query.where for query in queries if not self.ask(query.expression)]
+    def list_empty(self, queries: Sequence[Query]) -> list[Query]:
+        """Those that have no sample now."""
+        return [query for query in queries if not self.ask(query.expression)]
 
     def list_firing(self) -> set[str]:
         alerts = fetch(f"{self.url}/api/v1/alerts")["data"]["alerts"]

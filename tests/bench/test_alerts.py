@@ -220,7 +220,7 @@ def test_every_query_has_an_answer(scraped: Scraped) -> None:
     try:
         until(none_is_empty, what="answers to all queries", patience_s=20)
     except AssertionError:
-        pytest.fail(f"no answer: {scraped.prometheus.list_empty(asked)}")
+        pytest.fail(f"no answer: {[query.where for query in scraped.prometheus.list_empty(asked)]}")
     assert scraped.prometheus.list_empty(queries) is not None, "the others can be read, too"
     assert scraped.prometheus.list_broken_rules() == []
 

@@ -5,10 +5,11 @@
 Emulated stateless engines behind our router, and a Prometheus that scrapes all of them every second, with the rules of
 ``examples/grafana/alerts.yaml``. Every ``for`` and every window there is divided by ``--factor``, bounds stay. Under a
 light load the scenes run one after the other (``causes.py``): each lasts until its alerts fire, and an alert has to
-clear once the scene is over. In the end every query of the dashboard and the expression of every rule is asked.
+clear once the scene is over. While something is wrong, and in the end, every query of the dashboard and the expression
+of every rule is asked that has had no answer yet.
 
 ``rules``: that there are; ``provoked``: that have a scene; ``fired``, ``cleared``: how many did. ``queries``: that were
-asked; ``empty``: of those, without an answer, but for those that ``EMPTY`` gives a reason for. ``alerts``: by alert the
+asked; ``empty``: of those, never answered, but for those that ``EMPTY`` gives a reason for. ``alerts``: by alert the
 scene, and seconds from its beginning until it fired, and from its end until it cleared. The exit status is 1 where an
 alert has not fired or not cleared, or a query has no answer.
 """
@@ -41,7 +42,7 @@ from bench.harness.steps import Row
 from pla_sglang.common.checks import require
 from pla_sglang.fleet.cluster.ports import free_port
 
-FIRE_S, CLEAR_S, ANSWER_S = 60.0, 120.0, 20.0  # of real time, at most
+FIRE_S, CLEAR_S = 60.0, 120.0  # of real time, at most
 LOOK_S = 0.5
 WARM_S = 5.0  # a few scrapes of all, before anything happens
 WINDOW = "15s"  # of the dashboard's rates
@@ -109,7 +110,19 @@ class Watch:
             await asyncio.sleep(LOOK_S)
 
 
-async def play(site: Site, watch: Watch) -> dict[str, Row]:
+class Questions:
+    """Queries that have had no answer yet: what some count is there only once it has happened."""
+
+    def __init__(self, prometheus: Prometheus, factor: float) -> None:
+        self._prometheus = prometheus
+        self.open = list_queries(WINDOW, factor)
+        self.count = len(self.open)
+
+    async def ask(self) -> None:
+        self.open = await asyncio.to_thread(self._prometheus.list_empty, self.open)
+
+
+async def play(site: Site, watch: Watch, questions: Questions) -> dict[str, Row]:
     """All scenes; by alert what it did. An alert that one scene has left firing clears while the next ones run."""
     found: dict[str, Row] = {}
     ended_s: dict[str, float] = {}
@@ -118,25 +131,17 @@ async def play(site: Site, watch: Watch) -> dict[str, Row]:
         begun_s = time.monotonic()
         async with scene.cause(site):
             await watch.wait(scene.alerts, begun_s, FIRE_S, fires=True)
+            await questions.ask()
         for alert in scene.alerts:
             found[alert] = {"scene": scene.name, "fired_s": watch.find(alert, begun_s, fires=True)}
             ended_s[alert] = time.monotonic()
-        report.say(f"{scene.name}: " + ", ".join(f"{one} {found[one]['fired_s']}" for one in scene.alerts))
+        fired = ", ".join(f"{alert} after {report.number(found[alert]['fired_s'])} s" for alert in scene.alerts)
+        report.say(f"{scene.name}: {fired}")
     for alert, row in found.items():
         await watch.wait([alert], ended_s[alert], CLEAR_S, fires=False)
         row["cleared_s"] = watch.find(alert, ended_s[alert], fires=False)
+    await questions.ask()
     return found
-
-
-async def ask_all(prometheus: Prometheus, factor: float) -> tuple[int, list[str]]:
-    """How many queries there are, and those without an answer, asked until ``ANSWER_S`` are over."""
-    queries = list_queries(WINDOW, factor)
-    end_s, missing = time.monotonic() + ANSWER_S, queries
-    while missing and time.monotonic() < end_s:
-        empty = set(await asyncio.to_thread(prometheus.list_empty, missing))
-        missing = [query for query in missing if query.where in empty]
-        await asyncio.sleep(LOOK_S)
-    return len(queries), [query.where for query in missing]
 
 
 @contextlib.asynccontextmanager
@@ -152,12 +157,13 @@ async def running_beside(*work: Any) -> AsyncIterator[None]:
 
 
 async def measure(site: Site, prometheus: Prometheus, factor: float) -> Row:
-    watch = Watch(prometheus)
+    watch, questions = Watch(prometheus), Questions(prometheus, factor)
     async with running_beside(site.load.run(), watch.run()):
         await asyncio.sleep(WARM_S)
-        alerts = await play(site, watch)
-        queries, empty = await ask_all(prometheus, factor)
-    return sum_up(alerts, queries, empty) | {"broken_rules": prometheus.list_broken_rules()}
+        alerts = await play(site, watch, questions)
+    return sum_up(alerts, questions.count, [query.where for query in questions.open]) | {
+        "broken_rules": prometheus.list_broken_rules()
+    }
 
 
 def sum_up(alerts: dict[str, Row], queries: int, empty: Sequence[str]) -> Row:
@@ -205,7 +211,7 @@ def running_router(fleet: LiveFleet, options: Options) -> Any:
 
 def run_scenes(options: Options) -> Row:
     """Raises ConfigError, ServerError, PlaError, TimeoutError."""
-    flags = ["--stateless", str(options.instances), "--enable-metrics"]
+    flags = ["--stateless", str(options.instances), "--prefill-disagg", "temporal", "--enable-metrics"]
     flags += ["--pla-emulate-kv-failures", f"{options.kv_failures:g}"]
     device: dict[str, Any] = {"profile": options.profile, "time_scale": options.time_scale, "seed": options.seed}
     with (
@@ -222,7 +228,14 @@ def run_scenes(options: Options) -> Row:
         )
         rules = shorten_rules(options.factor)
         with running_prometheus(options.prometheus, targets, rules, options.out / "alerts") as prometheus:
-            return asyncio.run(measure(site, prometheus, options.factor))
+            try:
+                return asyncio.run(measure(site, prometheus, options.factor))
+            except ExceptionGroup as errors:  # of tasks beside the scenes, and of those in them
+                raise find_first(errors) from None
+
+
+def find_first(error: Exception) -> Exception:
+    return find_first(error.exceptions[0]) if isinstance(error, ExceptionGroup) else error
 
 
 # -- result ------------------------------------------------------------------------------------------------------------
