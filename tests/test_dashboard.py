@@ -6,6 +6,7 @@ The names of the series that they ask for are checked by ``test_metric_names``, 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,17 @@ def test_every_expression_of_the_dashboard_is_checked_against_the_series() -> No
     """Those that the check of names would not find are in no file."""
     asked = sum(len(panel["targets"]) for panel in panels())
     assert asked == sum(where == "dashboard.json" for where, _ in queries())
+
+
+def test_panels_ask_for_the_variables_that_there_are() -> None:
+    """What Grafana does not know it leaves as it stands, and the query finds nothing."""
+    document = json.loads((FOLDER / "dashboard.json").read_text())
+    known = {variable["name"] for variable in document["templating"]["list"]} | {"__rate_interval"}
+    asked = {
+        name for panel in panels() for target in panel["targets"] for name in re.findall(r"\$(\w+)", target["expr"])
+    }
+    assert asked == known - {"source"}
+    assert {panel["datasource"]["uid"] for panel in panels()} == {"${source}"}
 
 
 def test_alert_rules_have_what_prometheus_wants() -> None:
