@@ -256,12 +256,14 @@ def table(result: Result) -> report.Cells:
 
 def page(result: Result) -> str:
     counts = f"{result['rules']} rules, {result['provoked']} provoked, {result['fired']} fired, {result['cleared']}"
-    counts += f" cleared; {result['queries']} queries, {result['empty']} without an answer"
-    reasons = "".join(f"\n- without an answer: {where} ({why})" for where, why in result["empty_for_a_reason"].items())
+    counts += f" cleared. {result['queries']} queries, {result['empty']} empty"
+    reasons = [f"- not counted: {where} ({why})" for where, why in result["empty_for_a_reason"].items()]
+    if reasons:
+        counts = "\n".join([f"{counts}:\n", *reasons])
     where = f"{result['instances']} stateless engines, policy `{result['policy']}`, spans of rules divided by"
     where += f" {result['factor']:g}"
     shown = report.markdown(*table(result), right={2, 3})
-    return f"{shown}\n\n{counts}{reasons}\n\n{where} · {report.device_conditions(result)}"
+    return f"{shown}\n\n{counts}\n\n{where} · {report.device_conditions(result)}"
 
 
 PAGES = {"alerts": page}
