@@ -7,6 +7,9 @@ import json
 import os
 import random
 import signal
+import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -347,6 +350,25 @@ def test_streams_and_requests_outlive_control_processes(router: Running) -> None
         stream.join(40)
     assert [stream.events for stream in streams] == [700] * len(streams)
     until(lambda: json.loads(router.get("/pla/state"))["open_requests"] == 0, what="no open request")
+
+
+def test_a_standby_has_imported_what_it_needs_to_lead(tmp_path: Path) -> None:
+    """Before its first beat: imports would be the longest part of a take-over."""
+    command = [sys.executable, "-X", "importtime", "-m", "pla_sglang.fleet.router.process.process_main", "control"]
+    settings = {"address": str(tmp_path / "c"), "given": {}, "router_key": "k", "relays": 1, "standby": True}
+    ours, theirs = socket.socketpair()
+    with ours, (tmp_path / "imports").open("wb") as imports:
+        with theirs:
+            process = subprocess.Popen(command, stdin=theirs, stderr=imports)
+        try:
+            ours.settimeout(60)
+            ours.sendall(json.dumps(settings).encode() + b"\n")
+            assert ours.recv(1) == b"."
+        finally:
+            process.kill()
+            process.wait()
+    modules = {line.rpartition("|")[2].strip() for line in (tmp_path / "imports").read_text().splitlines()}
+    assert {f"pla_sglang.fleet.router.{name}" for name in ("control.control_plane", "wire.endpoints")} <= modules
 
 
 def test_a_standby_that_ends_changes_nothing(router: Running) -> None:

@@ -20,16 +20,13 @@ import signal
 import sys
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import uvloop
 
 from pla_sglang.common.cli import Settings, report_error
 from pla_sglang.common.errors import ConfigError, PlaError
 from pla_sglang.fleet.router.wire.messages import HEARTBEAT_INTERVAL_S
-
-if TYPE_CHECKING:
-    from pla_sglang.fleet.router.control.succession import Preparation
 
 LATE_S = 5.0  # a relay whose launcher does not end the pause in time ends it so much later by itself
 RARELY = 10_000  # objects that must have been added until the collector looks at the youngest; Python's own value: 700
@@ -147,12 +144,14 @@ async def relay_main(settings: dict[str, Any]) -> int:
 
 async def control_main(settings: dict[str, Any]) -> int:
     """Keys: address, given (``Settings.given``), router_key (as in ``ControlPlane``), relays (their number), standby
-    (whether there are two such processes). It leads from the launcher's word on."""
+    (whether there are two such processes). It leads from the launcher's word on, with all that it needs imported."""
     from pla_sglang.fleet.router.config import RelayConfig
+    from pla_sglang.fleet.router.control.control_plane import ControlPlane
     from pla_sglang.fleet.router.control.knobs import ControlKnobs
-    from pla_sglang.fleet.router.control.succession import Preparation
+    from pla_sglang.fleet.router.control.succession import Lease, Preparation
     from pla_sglang.fleet.router.keys_file import KeysFile
     from pla_sglang.fleet.router.tls import TlsContext, WorkerTls
+    from pla_sglang.fleet.router.wire.endpoints import ControlWire
 
     given, has_standby = Settings(settings["given"]), settings["standby"]
     with failing_files():
@@ -169,37 +168,28 @@ async def control_main(settings: dict[str, Any]) -> int:
         await until_first(prepared.follow_workers(), orders.leads.wait(), stop.asked.wait())
     await until_first(orders.leads.wait(), stop.asked.wait())
     if orders.lease is not None and not stop.asked.is_set():
-        await lead(settings, prepared, orders, stop)
+        lease = Lease(**orders.lease, relays=settings["relays"])
+        # What the first control process could do and a later one cannot may work at the next try, and streams go on
+        # meanwhile: it is no refusal.
+        with contextlib.nullcontext() if lease.lost_s is None else failing_files():
+            plane = ControlPlane(
+                prepared.knobs,
+                prepared=prepared,
+                router_key=settings["router_key"],
+                lease=lease,
+                has_standby=lambda: orders.standby if has_standby else None,
+            )
+            await plane.start()
+        wire = ControlWire(settings["address"], plane, now_s=time.monotonic)
+        await wire.start_listening()
+        if not has_standby:
+            settle_memory()
+        await stop.asked.wait()
+        wire.close_wire()
+        await plane.stop()
     if beating is not None:
         beating.cancel()
     return 0
-
-
-async def lead(settings: dict[str, Any], prepared: Preparation, orders: ControlOrders, stop: Stop) -> None:
-    """Until ``stop``. What the first control process could do and a later one cannot may work at the next try, and
-    streams go on meanwhile: it is no refusal."""
-    from pla_sglang.fleet.router.control.control_plane import ControlPlane
-    from pla_sglang.fleet.router.control.succession import Lease
-    from pla_sglang.fleet.router.wire.endpoints import ControlWire
-
-    assert orders.lease is not None, "it leads"
-    lease = Lease(**orders.lease, relays=settings["relays"])
-    with contextlib.nullcontext() if lease.lost_s is None else failing_files():
-        plane = ControlPlane(
-            prepared.knobs,
-            prepared=prepared,
-            router_key=settings["router_key"],
-            lease=lease,
-            has_standby=lambda: orders.standby if settings["standby"] else None,
-        )
-        await plane.start()
-    wire = ControlWire(settings["address"], plane, now_s=time.monotonic)
-    await wire.start_listening()
-    if not settings["standby"]:
-        settle_memory()
-    await stop.asked.wait()
-    wire.close_wire()
-    await plane.stop()
 
 
 class ControlOrders:
