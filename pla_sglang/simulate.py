@@ -67,7 +67,7 @@ COMMANDS = {  # each with what it takes instead of flags of another
 FLAGS_FOR = {  # flags that are not for every command
     "rates": ("run",),
     **dict.fromkeys(("low", "high"), ("find-capacity",)),
-    **dict.fromkeys(("most", "beyond-profile"), ("find-instances",)),
+    **dict.fromkeys(("most", "beyond-profile", "gpu-hour-price"), ("find-instances",)),
     "rate": ("find-instances", "lower-bound"),
     **dict.fromkeys(("policy", "compare", "jobs"), ("run", "find-capacity", "find-instances")),
     "tolerance": ("find-capacity", "find-instances"),
@@ -171,6 +171,12 @@ class SimulateConfig:
         "find-instances: a load with sizes that the profile was not made from",
         allowed=Choice(("refuse", "warn")),
     )
+    gpu_hour_price: float | None = knob(
+        None,
+        "--gpu-hour-price",
+        "find-instances: of one GPU, in any currency; tells what each fleet costs",
+        allowed=Range(0, above=True),
+    )
     report: Path | None = knob(None, "--report FILE.html", "a page with figures that needs nothing else")
     out: Path | None = knob(None, "--out FOLDER", "summary.json, report.html, parquet per run")
     verbose: bool = knob(False, "--verbose", "also the simulator's own speed")
@@ -205,6 +211,7 @@ class SimulateConfig:
             self.tolerance,
             instances_most=self.most,
             beyond_profile=self.beyond_profile == "warn",
+            gpu_hour_price=self.gpu_hour_price,
         )
 
 

@@ -18,6 +18,7 @@ import pytest
 from support.doc_commands import BLOCKS, PAGES, ROOT, RUNNABLE, Block, Command, commands_of, run_curl
 from support.forked_servers import ForkParent
 from support.router_process import fake_instances, router_process
+from support.served_recording import load_of, record, serve
 from support.serving import until
 
 from bench.__main__ import main as run_bench
@@ -142,6 +143,8 @@ def test_the_simulator_runs(command: Command, tmp_path: Path) -> None:
         header = (*mapping.arrival.names, *mapping.input.names, *mapping.output.names)
     trace.write_text("\n".join([",".join(header), *rows]), encoding="utf-8")
     words = [str(trace) if ".csv" in word else word for word in command.arguments]
+    if recordings := [word for word in words if word.endswith(".jsonl.gz")]:
+        record(tmp_path / recordings[0], load_of(), serve(load_of()), stateless=False)
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, "-m", SIMULATE, *words], cwd=tmp_path, env=env, capture_output=True, text=True

@@ -1,13 +1,51 @@
-"""Step times of a device that is slower than its profile by a constant, as an emulated one with a time scale."""
+"""Step times of a device that is not as its profile: slower by a constant, as an emulated one, or off by an error."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from typing import TypeVar
 
 from pla_sglang.common.errors import ConfigError
 from pla_sglang.profiles.load import load_profile
-from pla_sglang.profiles.step import StepProfile
+from pla_sglang.profiles.step import DecodeTerms, PrefillTerms, StepProfile
+
+Terms = TypeVar("Terms", PrefillTerms, DecodeTerms)
+
+
+@dataclasses.dataclass(frozen=True)
+class StepError:
+    """How far the times of a device may be from its profile: factors, and seconds that a pass takes besides."""
+
+    prefill: float = 1.0
+    decode: float = 1.0
+    pass_s: float = 0.0
+
+    def apply(self, profile: StepProfile) -> StepProfile:
+        """The profile of such a device."""
+        if self == NO_ERROR:
+            return profile
+        return dataclasses.replace(
+            profile,
+            prefill=_times(profile.prefill, self.prefill),
+            decode=_times(profile.decode, self.decode),
+            pass_s=profile.pass_s + self.pass_s,
+        )
+
+
+NO_ERROR = StepError()
+
+
+def list_errors(profile: StepProfile) -> tuple[StepError, StepError]:
+    """The fastest and the slowest device that the profile stands for, by the errors that it states of itself."""
+    stated = profile.fit_error
+    fastest = StepError(1 - stated.prefill_mean, 1 - stated.decode_mean)
+    return fastest, StepError(1 + stated.prefill_mean, 1 + stated.decode_mean, stated.pass_s)
+
+
+def _times(terms: Terms, factor: float) -> Terms:
+    values = {name: factor * value for name, value in dataclasses.asdict(terms).items()}
+    return dataclasses.replace(terms, **values)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -125,7 +125,10 @@ class LaunchFloor:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FitError:
-    """Absolute relative error of the profile against its table: mean and largest, as fractions."""
+    """Absolute relative error of the profile against its table: mean and largest, as fractions.
+
+    ``pass_s``: seconds that a served pass may take besides at most, where nobody has measured that on this device.
+    """
 
     prefill_mean: float = 0.0
     prefill_max: float = 0.0
@@ -133,6 +136,7 @@ class FitError:
     decode_max: float = 0.0
     prefill_points: int = 0
     decode_points: int = 0
+    pass_s: float = 0.0
 
     def __post_init__(self) -> None:
         _check_numbers("fit_error", self)

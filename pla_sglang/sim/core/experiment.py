@@ -27,6 +27,7 @@ from pla_sglang.policy.slo.mixed_batches import MixedBatchModel
 from pla_sglang.policy.star.predictors import PAPER_BINS, Binned, Noisy
 from pla_sglang.policy_packages import PolicyName, build, read_knobs
 from pla_sglang.profiles import StepProfile, load_profile, profile_names
+from pla_sglang.profiles.scaled import NO_ERROR, StepError
 from pla_sglang.sim.core.config import InstanceSpec, KnownSteps, Policies, PrefixKnowledge, RoleSwitch, SimConfig
 from pla_sglang.sim.core.engine_knobs import AnswerCaching, EngineKnobs
 from pla_sglang.sim.core.host import NO_HOST, HostKnobs
@@ -162,6 +163,7 @@ class Experiment:
     migrates: bool = True  # ``Setup.migrates``
     conservativeness: float = knob(1.0, allowed=Range(0))  # share of SGLang's reserve for answers that grow
     report_interval_s: float = 0.25
+    step_error: StepError = NO_ERROR  # of the devices against their profiles
     host: HostKnobs = NO_HOST  # what real hosts add; ``python -m bench fidelity`` measures it
 
     def __post_init__(self) -> None:
@@ -175,6 +177,10 @@ class Experiment:
         read_kinds(self)
         length_predictor(self.lengths, self.seed)
         read_knobs(self.policy, self.policy_knobs, self.planner)
+
+    def load_steps(self, profile: str) -> StepProfile:
+        """As the devices have them. Raises ProfileError."""
+        return self.step_error.apply(load_profile(profile))
 
     def at_rate(self, rate_per_s: float) -> Experiment:
         return dataclasses.replace(self, rate_per_s=rate_per_s)
@@ -301,7 +307,7 @@ def run_experiment(experiment: Experiment, trace: Trace, progress: Progress | No
         trace = trace.at_rate(experiment.rate_per_s)
     jobs = None if trace.think_s is None else trace.session
     trace = trace.as_recorded() if experiment.sessions == "open" else trace
-    profile = load_profile(experiment.profile)
+    profile = experiment.load_steps(experiment.profile)
     chosen = build(experiment.policy, _setup(experiment, profile, trace))
     slo = experiment.slo
     config = SimConfig(
@@ -375,7 +381,7 @@ def _setup(experiment: Experiment, profile: StepProfile, trace: Trace) -> Setup:
 def _fleet(experiment: Experiment, chosen: PolicySet) -> list[InstanceSpec]:
     """Instances in the order of the policy's roles: of a fixed split the first prefill, and the last decode."""
     classes = chosen.length_classes or (None,) * len(chosen.roles)
-    kinds = {name: load_profile(name) for name in {experiment.profile, *read_kinds(experiment)}}
+    kinds = {name: experiment.load_steps(name) for name in {experiment.profile, *read_kinds(experiment)}}
     kv_tokens = experiment.kv_capacity_tokens
     specs = [
         InstanceSpec(kinds[name], role=role, length_class=length_class, kv_capacity_tokens=kv_tokens)

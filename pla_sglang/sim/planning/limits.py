@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pla_sglang.common.checks import plain
-from pla_sglang.profiles import StepProfile, load_profile
+from pla_sglang.profiles import StepProfile
 from pla_sglang.sim.core.experiment import Experiment
 from pla_sglang.sim.core.lower_bound import Demands
 from pla_sglang.sim.core.upper_bound import longest_known_prefix_tokens
@@ -41,7 +41,7 @@ def count_spare(requests: int, target: float) -> int:
 
 def profile_of(experiment: Experiment) -> StepProfile:
     """With the KV capacity of the experiment. Raises ProfileError."""
-    profile = load_profile(experiment.profile)
+    profile = experiment.load_steps(experiment.profile)
     capacity_tokens = experiment.kv_capacity_tokens or profile.kv_capacity_tokens
     return dataclasses.replace(profile, kv_capacity_tokens=capacity_tokens)
 

@@ -41,6 +41,13 @@ MEASURED = (
 )
 
 
+def bound_attainment_error(form: FleetForm) -> float:
+    """How far off attainment may be, either way: as measured, or where that is not known the largest measured."""
+    error = find_error(form)
+    known = [error] if isinstance(error, MeasuredError) else [one for one in MEASURED if one.valid]
+    return max(abs(one.attainment) for one in known)
+
+
 def find_error(form: FleetForm) -> MeasuredError | str:
     """The worst one with engines of this kind; else in words why none is known."""
     experiment = form.experiment

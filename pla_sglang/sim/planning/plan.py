@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
 from pla_sglang.common.errors import ConfigError
 from pla_sglang.profiles import StepProfile, load_profile
+from pla_sglang.profiles.scaled import StepError, list_errors
 from pla_sglang.sim.core.engine_knobs import AnswerCaching
 from pla_sglang.sim.core.errors import SimError
 from pla_sglang.sim.core.experiment import Experiment, ExperimentResult, run_experiment
@@ -18,15 +19,16 @@ from pla_sglang.sim.core.upper_bound import least_instances
 from pla_sglang.sim.metrics.goodput import LEAST_SPAN_S, Capacity, find_capacity
 from pla_sglang.sim.planning import limits
 from pla_sglang.sim.planning.forms import FleetForm
-from pla_sglang.sim.planning.measured_errors import MeasuredError, find_error
+from pla_sglang.sim.planning.measured_errors import MeasuredError, bound_attainment_error, find_error
 from pla_sglang.sim.planning.result import FleetRow, PlanResult, RateTried, SizeTried
 from pla_sglang.sim.planning.search import Least, SizeSearch, Trial
 from pla_sglang.sim.planning.start_lines import list_start_lines
 from pla_sglang.sim.planning.task import PlanTask
 from pla_sglang.sim.planning.tensor_parallel import describe_sizes
-from pla_sglang.sim.planning.words import describe_problem, describe_row, describe_too_few
+from pla_sglang.sim.planning.words import describe_error, describe_problem, describe_row, describe_too_few
 from pla_sglang.sim.workload.trace import Trace
 
+HIGH_TIMES = 4  # as many instances: what so large a fleet does not keep, it misses for another reason than its size
 MARGIN_MOST = 8.0  # times the rate: where the search for the knee ends
 Tell = Callable[[str], None]  # what is under way
 
@@ -53,6 +55,7 @@ def make_plan(
     for name in dict.fromkeys(form.experiment.profile for form in forms):
         profile = load_profile(name)
         notes.append(f"step times of {profile.name}: {profile.source}")
+        notes.append(f"ranges: {describe_error(profile)}")
     notes += describe_sizes([form.experiment.profile for form in forms], trace, task.slo)
     plan = PlanResult(
         trace=trace.name,
@@ -63,9 +66,11 @@ def make_plan(
         tpot_slo_s=task.slo.tpot_s,
         target=task.target,
         tolerance=task.tolerance,
-        rows=tuple(row for row in rows if row is not None),
+        rows=rank_rows(row for row in rows if row is not None),
         notes=tuple(notes),
         missing=tuple(form.name for form, row in zip(forms, rows, strict=True) if row is None),
+        output_tokens_per_s=task.rate_per_s * float(trace.output_tokens.mean()),
+        gpu_hour_price=task.gpu_hour_price,
     )
     best = plan.best
     chosen = [form for form in forms if best is not None and form.name == best.name]
@@ -113,7 +118,50 @@ def plan_form(form: FleetForm, trace: Trace, *, task: PlanTask, tell: Tell | Non
         knee = find_knee(form, least.trial, trace=trace, task=task, tell=tell)
     except SimError as error:
         return dataclasses.replace(row, problem=str(error), stuck=True, sizes=list_sizes(search))
-    return fill_row(row, form, least, knee=knee, search=search, trace=trace)
+    row = fill_row(row, form, least, knee=knee, search=search, trace=trace)
+    return find_range(row, form, trace=trace, task=task, tell=tell)
+
+
+def find_range(row: FleetRow, form: FleetForm, *, trace: Trace, task: PlanTask, tell: Tell | None) -> FleetRow:
+    """``row`` with the fewest instances at both ends of what profile and simulator state of their errors."""
+    assert row.instances is not None
+    off = bound_attainment_error(form)
+    fastest, slowest = list_errors(load_profile(form.experiment.profile))
+    low = _find_least(form, row.instances, fastest, trace, dataclasses.replace(task, target=task.target - off), tell)
+    strict = dataclasses.replace(task, target=min(1.0, task.target + off), instances_most=HIGH_TIMES * row.instances)
+    high = _find_least(form, row.instances, slowest, trace, strict, tell)
+    return dataclasses.replace(
+        row,
+        instances_low=row.instances if low is None else min(low, row.instances),
+        instances_high=None if high is None else max(high, row.instances),
+    )
+
+
+def _find_least(
+    form: FleetForm, start: int, error: StepError, trace: Trace, task: PlanTask, tell: Tell | None
+) -> int | None:
+    """None where none does, or a policy leaves requests behind."""
+    experiment = dataclasses.replace(form.experiment, step_error=error)
+    off = dataclasses.replace(form, experiment=experiment)
+    if describe_problem(experiment, trace, dataclasses.replace(task, beyond_profile=True)):
+        return None
+
+    def run(instances: int, prefills: int | None) -> Trial:
+        if tell is not None:
+            tell(f"{form.name}: {instances} instances, within the profile's error")
+        result = run_experiment(off.of_size(instances, prefills, task.rate_per_s), trace)
+        return summarise_run(result, instances, prefills)
+
+    try:
+        least = SizeSearch(run, target=task.target, split=form.split).find_least(start, task.instances_most)
+    except SimError:
+        return None
+    return None if least.trial is None else least.trial.instances
+
+
+def rank_rows(rows: Iterable[FleetRow]) -> tuple[FleetRow, ...]:
+    """The smallest fleet first, then by margin; those without an answer last, as they came."""
+    return tuple(sorted(rows, key=lambda row: (row.gpus is None, row.gpus or 0, -(row.margin or 0.0))))
 
 
 def fill_row(

@@ -40,7 +40,9 @@ class FleetRow:
         monotone: one instance more keeps the target too.
         measured_error: of the simulator in this regime; None: not known, and ``notes`` say why.
         stuck: the policy left requests for ever.
-        sizes, rates: every run.
+        sizes, rates: every run at the step times of the profile.
+        instances_low, instances_high: the fewest with the fastest and the slowest device that the profile states, and
+            with attainment as far off as was measured; no high one: fleets of up to ``HIGH_TIMES`` as many did not do.
     """
 
     name: str
@@ -66,11 +68,27 @@ class FleetRow:
     stuck: bool = False
     sizes: tuple[SizeTried, ...] = ()
     rates: tuple[RateTried, ...] = ()
+    instances_low: int | None = None
+    instances_high: int | None = None
 
     @property
     def gpus(self) -> int | None:
         """GPUs of the whole fleet; None: there is no answer."""
         return None if self.instances is None else self.instances * self.gpus_per_instance
+
+    @property
+    def gpus_low(self) -> int | None:
+        return None if self.instances_low is None else self.instances_low * self.gpus_per_instance
+
+    @property
+    def gpus_high(self) -> int | None:
+        return None if self.instances_high is None else self.instances_high * self.gpus_per_instance
+
+    def range_text(self) -> str:
+        """Such as ``4 to 5``; empty where the range is one number, or none was looked for."""
+        if self.instances_low is None or self.instances_low == self.instances_high:
+            return ""
+        return f"{self.instances_low} to {'more' if self.instances_high is None else self.instances_high}"
 
 
 def find_smallest(rows: Iterable[FleetRow]) -> FleetRow | None:
@@ -86,6 +104,8 @@ class PlanResult:
     Attributes:
         span_s: of arrivals, at the rate asked for.
         notes: what holds for all rows.
+        output_tokens_per_s: of answers, at the rate asked for.
+        gpu_hour_price: None: no costs are told.
         start: shell lines that start the smallest fleet; empty where there are none.
         missing: names of forms that were not finished.
     """
@@ -100,6 +120,8 @@ class PlanResult:
     tolerance: float
     rows: tuple[FleetRow, ...]
     notes: tuple[str, ...]
+    output_tokens_per_s: float = 0.0
+    gpu_hour_price: float | None = None
     start: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
 

@@ -12,17 +12,19 @@ from pla_sglang.sim.planning.words import describe_verdict
 
 UNKNOWN = "-"
 LEGEND = (
-    "a GPU: requests/s of the rate asked for. one fewer: attainment with an instance less. GPU h: of all GPUs, from "
-    "the first arrival to the last answer{span}. margin: highest rate of these instances over the rate asked for, "
-    "less 1, within {tolerance:.0%}. error: attainment simulated less live where that was measured (bench fidelity)."
+    "range: the fewest instances within the stated error of profile and simulator. a GPU: requests/s and tokens/s of "
+    "answers at the rate asked for. one fewer: attainment with an instance less. margin: highest rate of these "
+    "instances over the rate asked for, less 1, within {tolerance:.0%}. error: attainment simulated less live where "
+    "that was measured (bench fidelity).{cost}"
 )
+COST = " an hour: of all GPUs at {price:g} a GPU hour. 1M tokens: that of a million tokens of answers."
 
 
 def show_plan(plan: PlanResult, console: Console) -> None:
     """In the width of the console."""
     console.print(describe_task(plan), markup=False)
     console.print(make_table(plan))
-    texts = [f"{describe_verdict(plan)}.", LEGEND.format(tolerance=plan.tolerance, span=describe_span(plan))]
+    texts = [f"{describe_verdict(plan)}.", LEGEND.format(tolerance=plan.tolerance, cost=describe_cost(plan))]
     if plan.missing:
         texts.append(f"not finished: {', '.join(plan.missing)}")
     console.print(*texts, *(f"- {note}" for note in list_notes(plan)), sep="\n", markup=False)
@@ -42,40 +44,51 @@ def describe_task(plan: PlanResult) -> str:
     )
 
 
-def describe_span(plan: PlanResult) -> str:
-    """Such as " (299 to 301 s)": of the runs with the numbers that were found; empty where none was."""
-    spans_s = [row.simulated_s for row in plan.rows if row.simulated_s is not None]
-    if not spans_s:
-        return ""
-    bounds = dict.fromkeys(f"{span_s:,.0f}" for span_s in (min(spans_s), max(spans_s)))
-    return f" ({' to '.join(bounds)} s)"
+def describe_cost(plan: PlanResult) -> str:
+    return "" if plan.gpu_hour_price is None else COST.format(price=plan.gpu_hour_price)
 
 
 def make_table(plan: PlanResult) -> Table:
     """A row for each form."""
     table = Table()
     table.add_column("policy", overflow="fold")
-    for name in ("instances", "GPUs", "a GPU", "attainment", "one fewer", "GPU h", "margin", "error"):
-        table.add_column(name, justify="right")
+    for name in list_columns(plan.gpu_hour_price):
+        table.add_column(name.replace(" ", "\n", 1), justify="right")
     for row in plan.rows:
-        table.add_row(row.name, *cells_of(row, plan.rate_per_s))
+        cells = cells_of(row, plan.rate_per_s, plan.output_tokens_per_s, plan.gpu_hour_price)
+        table.add_row(row.name, *cells, style="bold" if row is plan.best else None)
     return table
 
 
-def cells_of(row: FleetRow, rate_per_s: float) -> list[str]:
-    """All but its name."""
+def list_columns(gpu_hour_price: float | None) -> list[str]:
+    """All but the name of the fleet."""
+    cost = [] if gpu_hour_price is None else ["an hour", "1M tokens"]
+    columns = ["instances", "range", "GPUs", "requests/s a GPU", "tokens/s a GPU", *cost]
+    return [*columns, "attainment", "one fewer", "margin", "error"]
+
+
+def cells_of(
+    row: FleetRow, rate_per_s: float, output_tokens_per_s: float, gpu_hour_price: float | None = None
+) -> list[str]:
+    """All but its name, as ``list_columns`` has them."""
     if row.instances is None or row.gpus is None:
-        return ["none", *[UNKNOWN] * 7]
+        return ["none", *[UNKNOWN] * (len(list_columns(gpu_hour_price)) - 1)]
+    cost = []
+    if gpu_hour_price is not None:
+        hour = row.gpus * gpu_hour_price
+        cost = [f"{hour:.4g}", f"{hour / (3600 * output_tokens_per_s) * 1e6:.3g}"]
     split = "" if row.prefills is None else f" ({row.prefills}+{row.instances - row.prefills})"
     error = row.measured_error
     margin = UNKNOWN if row.margin is None else f"{'>= ' * row.margin_is_lower_bound}{row.margin:+.0%}"
     return [
         f"{row.instances}{split}",
+        row.range_text() or UNKNOWN,
         f"{row.gpus}",
         f"{rate_per_s / row.gpus:.3g}",
+        f"{output_tokens_per_s / row.gpus:,.0f}",
+        *cost,
         _share(row.attainment),
         _share(row.one_fewer),
-        UNKNOWN if row.gpu_hours is None else f"{row.gpu_hours:.3g}",
         margin,
         UNKNOWN if error is None else f"{error.attainment:+.3f}",
     ]

@@ -18,6 +18,7 @@ class PlanTask:
         tolerance: relative width at which the search for the knee ends.
         instances_most: where searches for a number end.
         beyond_profile: also where more requests than ``target`` spares are outside of what the profile was made from.
+        gpu_hour_price: in any currency; None: no costs are told.
     """
 
     rate_per_s: float
@@ -26,3 +27,4 @@ class PlanTask:
     tolerance: float
     instances_most: int = INSTANCES_MOST
     beyond_profile: bool = False
+    gpu_hour_price: float | None = None

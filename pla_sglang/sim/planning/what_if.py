@@ -7,7 +7,8 @@ simulated with the same constants, and its times are corrected with the error of
 had erred as that span did. The interval reaches from the least of these answers to the greatest. Were the error of the
 other setting one more draw from the same distribution, it would lie there with a probability of (k-1)/(k+1) of k spans.
 
-A share of n requests is a sample besides: its interval is widened by Wilson's, for the same probability.
+A share of n requests is a sample besides, and so is the share below a percentile: both are widened by Wilson's interval
+for the same probability.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ from pla_sglang.sim.planning.recorded import RecordedRun
 
 Floats = npt.NDArray[np.float64]
 SPANS_MOST = 19  # an interval of 90 %
-SPAN_REQUESTS = 20  # at least: a P90 of fewer is the slowest but one
-SPANS_LEAST = 5
+SPAN_REQUESTS = 10  # at least: of fewer there is no P90
+SPANS_LEAST = 10
 FIGURES = ("attainment", "ttft_p50_s", "ttft_p90_s", "ttft_p99_s", "tpot_p50_s", "tpot_p90_s", "tpot_p99_s")
 KINDS = {"prefill", "decode"}
 
@@ -138,10 +139,7 @@ def replay_recorded(run: RecordedRun, experiment: Experiment) -> WhatIf:
         raise RecordError(f"{len(run.trace)} served requests say too little of the simulator's error; allowed: {least}")
     edges = np.linspace(0, len(run.trace), count + 1).astype(int).tolist()
     spans = tuple(slice(*pair) for pair in itertools.pairwise(edges))
-    pairs = experiment.prefills is not None
-    bare = HostKnobs(overlap=True, room_first=pairs)
-    first = simulate(dataclasses.replace(experiment, host=bare), run)
-    host = fit_host(run.served, first, pairs=pairs)
+    host = fit_host_under_load(run, experiment)
     simulated = simulate(dataclasses.replace(experiment, host=host), run)
     return WhatIf(
         run=run,
@@ -160,21 +158,25 @@ def predict(known: WhatIf, other: Experiment) -> dict[str, Interval]:
     """By figure, what ``other`` would have met. Raises ConfigError outside of what was recorded."""
     check_other(known, other)
     served = simulate(dataclasses.replace(other, host=known.host), known.run)
+    parts = [(_part(known.run.served, span), _part(known.simulated, span)) for span in known.spans]
+    answers = [served, *(correct(served, live, simulated) for live, simulated in parts)]
     plain = figures_of(served, other.slo)
-    corrected = [
-        figures_of(correct(served, _part(known.run.served, span), _part(known.simulated, span)), other.slo)
-        for span in known.spans
-    ]
-    found = {}
-    for name, value in plain.items():
-        values = [value, *(figures[name] for figures in corrected)]
-        known_values = [one for one in values if not math.isnan(one)]
-        low, high = (min(known_values), max(known_values)) if known_values else (math.nan, math.nan)
-        if name == "attainment":
-            low = widen(low, len(served), known.confidence, up=False)
-            high = widen(high, len(served), known.confidence, up=True)
-        found[name] = Interval(value, low, high)
-    return found
+    return {name: _enclose(name, value, answers, other.slo, known.confidence) for name, value in plain.items()}
+
+
+def _enclose(name: str, value: float, answers: Sequence[Served], slo: Slo, confidence: float) -> Interval:
+    """From the least of the answers to the greatest, each widened as a sample."""
+    n = len(answers[0])
+    if name == "attainment":
+        shares = [float(served.met(slo).mean()) for served in answers]
+        ends = [widen(share, n, confidence, up=up) for share in shares for up in (False, True)]
+    else:
+        kind, percentile, _ = name.split("_")
+        columns = [getattr(served, f"{kind}_s")() for served in answers]
+        share = float(percentile[1:]) / 100
+        levels = [100 * widen(share, n, confidence, up=up) for up in (False, True)]
+        ends = [end for column in columns for level in levels if not math.isnan(end := quantile(column, level))]
+    return Interval(value, min(ends, default=math.nan), max(ends, default=math.nan))
 
 
 def check_other(known: WhatIf, other: Experiment) -> None:
@@ -214,6 +216,31 @@ def work_per_s(run: RecordedRun, span: slice) -> float:
 def simulate(experiment: Experiment, run: RecordedRun) -> Served:
     """Raises ConfigError."""
     return run_experiment(experiment, run.trace).result.served
+
+
+def fit_host_under_load(run: RecordedRun, experiment: Experiment) -> HostKnobs:
+    """Constants with which medians of TPOT and TTFT are as recorded.
+
+    Under load a longer step makes waits longer too, so how much TPOT grows with a step is seen from a second run
+    (a step of the secant method). What a request takes besides is found last: it delays only that request.
+    """
+    pairs = experiment.prefills is not None
+
+    def lacking(host: HostKnobs) -> Served:
+        return simulate(dataclasses.replace(experiment, host=host), run)
+
+    def lacks_s(served: Served) -> float:
+        return _at_least_0(quantile(run.served.tpot_s(), 50) - quantile(served.tpot_s(), 50))
+
+    first = lacking(HostKnobs(overlap=True, room_first=pairs))
+    step_s = first_s = lacks_s(first)
+    second = lacking(HostKnobs(overlap=True, room_first=pairs, step_s=step_s))
+    grown_s = quantile(second.tpot_s(), 50) - quantile(first.tpot_s(), 50)
+    if grown_s > first_s:
+        step_s *= first_s / grown_s
+        second = lacking(HostKnobs(overlap=True, room_first=pairs, step_s=step_s))
+    way = fit_host(run.served, second, pairs=pairs)
+    return dataclasses.replace(way, step_s=step_s)
 
 
 def fit_host(live: Served, simulated: Served, *, pairs: bool) -> HostKnobs:

@@ -43,6 +43,10 @@ def list_notes(known: WhatIf) -> list[str]:
     notes = []
     if known.run.unserved:
         notes.append(f"- {known.run.unserved} requests without an answer are left out")
+    if known.run.away_s:
+        notes.append(
+            f"- instances were away for {known.run.away_s:.1f} s in all, and came back; what that did is in the error"
+        )
     return notes
 
 

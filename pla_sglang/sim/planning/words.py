@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from pla_sglang.profiles import StepProfile
 from pla_sglang.sim.core.experiment import Experiment
 from pla_sglang.sim.planning import limits
 from pla_sglang.sim.planning.forms import FleetForm
@@ -29,6 +30,16 @@ def describe_problem(experiment: Experiment, trace: Trace, task: PlanTask) -> st
         if finding.count > spare and not task.beyond_profile:
             return f"{finding.text}: no promise, as {left}; --beyond-profile warn gives the figures all the same"
     return ""
+
+
+def describe_error(profile: StepProfile) -> str:
+    """What an answer's range follows from."""
+    stated = profile.fit_error
+    besides = f", and up to {1e3 * stated.pass_s:g} ms more a pass" if stated.pass_s else ""
+    return (
+        f"step times of {profile.name} off by {stated.prefill_mean:.1%} in prefill and {stated.decode_mean:.1%} in "
+        f"decode, the mean errors of its fit{besides}; attainment off by what was measured of the simulator"
+    )
 
 
 def describe_too_few(search: SizeSearch, task: PlanTask) -> str:
@@ -67,13 +78,29 @@ def describe_verdict(plan: PlanResult) -> str:
     stock, ours = (find_smallest(row for row in plan.rows if row.stock == is_stock) for is_stock in (True, False))
     sentence = f"{best.name} keeps {plan.target:g} at {plan.rate_per_s:g} requests/s with {_count(best)}"
     if stock is not None and not best.stock:
-        return f"{sentence}; the best stock fleet, {stock.name}, with {_count(stock)}"
+        return f"{sentence}; the best stock fleet, {stock.name}, with {_count(stock)}{_overlap(best, stock)}"
     if ours is not None and best.stock:
-        return f"{sentence}; {ours.name} with {_count(ours)}"
+        return f"{sentence}; {ours.name} with {_count(ours)}{_overlap(best, ours)}"
     return sentence
+
+
+def is_within_error(plan: PlanResult) -> bool:
+    """The smallest fleet and the best one of the other side have GPUs in common within their ranges."""
+    best = plan.best
+    others = find_smallest(row for row in plan.rows if best is not None and row.stock != best.stock)
+    return best is not None and others is not None and bool(_overlap(best, others))
+
+
+def _overlap(best: FleetRow, other: FleetRow) -> str:
+    if best.gpus_low is None or other.gpus_low is None:
+        return ""
+    known = best.gpus_high is not None and other.gpus_low > best.gpus_high
+    return "" if known else ". Their ranges overlap: the difference is within the error"
 
 
 def _count(row: FleetRow) -> str:
     assert row.instances is not None
     split = "" if row.prefills is None else f" ({row.prefills}+{row.instances - row.prefills})"
-    return f"{row.instances} instance{'s' * (row.instances > 1)}{split}"
+    text = row.range_text()
+    between = f", {text} within the error" if text else ""
+    return f"{row.instances} instance{'s' * (row.instances > 1)}{split}{between}"

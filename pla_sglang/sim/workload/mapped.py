@@ -113,7 +113,9 @@ def parse_columns(text: str) -> ColumnMap:
         named[key] = Column((name,), unit or None)
     if missing := [key for key in NEEDED if key not in named]:
         raise ConfigError(f"--columns {text!r} lacks {', '.join(missing)}; allowed: {MAPPING}")
-    return ColumnMap(**named)
+    return ColumnMap(
+        named["arrival"], named["input"], named["output"], session=named.get("session"), duration=named.get("duration")
+    )
 
 
 def load_mapped(path: Path, mapping: ColumnMap, *, bad_rows: BadRows = "refuse", sort: bool = False) -> Trace:
