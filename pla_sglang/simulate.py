@@ -335,7 +335,7 @@ def find(config: SimulateConfig, trace: Trace, console: Console) -> dict[str, An
             make_capacity_page, capacities, trace, config.experiment, summary, target=config.target
         )
         written = list(write_files(config, make_page, summary))
-        show_capacities(capacities, trace, config.target)
+        show_capacities(capacities, trace, config.experiment, config.target)
         say_written(written)
     return summary
 

@@ -51,8 +51,22 @@ class Settings:
 
     given: Mapping[str, Sequence[Any]]
 
+    def _list_missing(self, config: type, fixed: Mapping[str, Any]) -> list[str]:
+        """Flags without a value and a default, those of nested configurations included."""
+        own = [
+            declared.knob.name
+            for declared in declared_fields(config)
+            if declared.field.default is declared.field.default_factory is dataclasses.MISSING
+            and key_of(declared.knob.name) not in self.given
+            and declared.field.name not in fixed
+        ]
+        nested = [self._list_missing(one, {}) for name, one in nested_configs(config) if name not in fixed]
+        return [*own, *(name for names in nested for name in names)]
+
     def build(self, config: type[T], **fixed: Any) -> T:
         """The checked configuration object; ``fixed`` are fields that no flag sets. Raises ConfigError."""
+        if missing := self._list_missing(config, fixed):
+            raise ConfigError(f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} needed")
         values = dict(fixed)
         for name, nested in nested_configs(config):
             values.setdefault(name, self.build(nested))
@@ -60,8 +74,6 @@ class Settings:
             given = self.given.get(key_of(declared.knob.name))
             if given is not None:
                 values[declared.field.name] = parse_value(given, declared)
-            elif declared.field.default is dataclasses.MISSING and declared.field.name not in values:
-                raise ConfigError(f"{declared.knob.name} is needed")
         return config(**values)
 
 

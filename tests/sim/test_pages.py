@@ -30,13 +30,21 @@ from pla_sglang.sim.planning.result import FleetRow, PlanResult, RateTried, Size
 from pla_sglang.sim.report import page as pages
 from pla_sglang.sim.report.capacity_page import make_capacity_page
 from pla_sglang.sim.report.columns import COLUMNS, JOB, SCALED
-from pla_sglang.sim.report.figures import Line, draw_lines, thin_distribution
+from pla_sglang.sim.report.figures import Line, count_nines, draw_lines, thin_distribution, tick_times
 from pla_sglang.sim.report.page import Heading, Page, PageTable, Section, render_page
 from pla_sglang.sim.report.plan_page import make_plan_page
 from pla_sglang.sim.report.run_page import make_run_page
 from pla_sglang.sim.report.slow_requests import MOST, find_slow_requests, split_time
 from pla_sglang.sim.report.timelines import MOST_INSTANCES, bin_samples, draw_instances, draw_pools
-from pla_sglang.sim.report.verdict import Knee, describe_capacities, describe_knees, describe_runs, find_knees
+from pla_sglang.sim.report.verdict import (
+    Knee,
+    describe_capacities,
+    describe_knees,
+    describe_runs,
+    find_best,
+    find_knees,
+    list_short_spans,
+)
 from pla_sglang.sim.workload import Arrivals, Trace, generated_trace, length_model
 
 SLO = Slo(0.3, 0.015)
@@ -159,7 +167,7 @@ def test_every_figure_has_its_place_caption_and_numbers(run_page: Page) -> None:
             assert "<extra></extra>" in drawn["hovertemplate"]
 
 
-def test_sections_name_the_rate_that_they_show(run_page: Page) -> None:
+def test_sections_name_the_rate_that_they_show(run_page: Page, outcomes: list[ExperimentResult]) -> None:
     headings = [section.heading for section in run_page.sections]
     assert headings[:5] == [
         "Attainment by rate",
@@ -168,12 +176,14 @@ def test_sections_name_the_rate_that_they_show(run_page: Page) -> None:
         "Distribution of the time to the first token",
         "Distribution of the time per token",
     ]
+    best = find_best(outcomes, 0.9)
+    assert next(section.heading for section in run_page.sections[5:]).endswith(f": {best}")
     for policy in POLICIES:
         of_policy = [section for section in run_page.sections if section.heading.endswith(f": {policy}")]
         kinds = [section.heading.partition(":")[0] for section in of_policy]
         assert kinds == ["Pools over time", "Instances over time", "Decisions by reason", "Slowest requests"]
         assert all(f"{policy} at 200 requests/s, its highest rate." in section.caption for section in of_policy)
-        assert all(section.folded is (policy != POLICIES[0]) for section in of_policy)
+        assert all(section.folded is (policy != best) for section in of_policy)
 
 
 def test_roles_and_policies_keep_their_colours(run_page: Page) -> None:
@@ -368,6 +378,25 @@ def test_the_page_of_a_search_for_rates(trace: Trace) -> None:
     assert describe_capacities({"a": found["dopd"]}, 0.9)[0].startswith("No policy keeps 90 %")
 
 
+def test_steps_up_are_tenths_of_the_misses() -> None:
+    assert [count_nines(share, 10**6) for share in (0.0, 0.9, 0.99)] == pytest.approx([0, 1, 2])
+    assert count_nines(1.0, 50) == pytest.approx(2.0)  # less than one of fifty: half a request
+
+
+def test_times_on_an_axis_have_their_units() -> None:
+    ticks = tick_times([np.array([0.012, 3.0, np.nan])])
+    assert ticks["ticktext"] == ["10 ms", "30 ms", "100 ms", "300 ms", "1 s", "3 s", "10 s", "30 s"]
+    assert tick_times([np.array([np.nan])]) == {}
+
+
+def test_a_search_at_a_high_rate_says_that_its_span_is_short() -> None:
+    found = {"a": Capacity(50.0, 51.0, ((50.0, 1.0),), span_s=24.0), "b": Capacity(5.0, 6.0, (), span_s=400.0)}
+    (sentence,) = list_short_spans(found)
+    assert "a 24 s of arrivals" in sentence
+    assert "b " not in sentence
+    assert list_short_spans({"b": found["b"]}) == []
+
+
 def fleet(name: str, **fields: Any) -> FleetRow:
     stock = name.startswith("least")
     return FleetRow(name, name, "fcfs", "p", 8192, mixed=False, stock=stock, gpus_per_instance=1, **fields)
@@ -376,7 +405,17 @@ def fleet(name: str, **fields: Any) -> FleetRow:
 def test_the_page_of_a_search_for_instances(trace: Trace) -> None:
     sizes = (SizeTried(4, 2, 0.8), SizeTried(5, 2, 0.91), SizeTried(5, 1, 0.5))
     rows = (
-        fleet("combined", instances=5, prefills=2, attainment=0.91, one_fewer=0.8, margin=0.1, sizes=sizes),
+        fleet(
+            "combined",
+            instances=5,
+            prefills=2,
+            attainment=0.91,
+            one_fewer=0.8,
+            margin=0.1,
+            sizes=sizes,
+            instances_low=4,
+            instances_high=7,
+        ),
         fleet("least-tokens", problem="too slow"),
     )
     rows = (dataclasses.replace(rows[0], rates=(RateTried(30.0, 0.91), RateTried(33.0, 0.9))), rows[1])
@@ -384,18 +423,24 @@ def test_the_page_of_a_search_for_instances(trace: Trace) -> None:
     page = make_plan_page(plan, trace, {})
     assert page.verdict[0].startswith("combined keeps 0.9 at 30 requests/s with 5 instances (2+3)")
     assert page.verdict[1] == "Not finished: star."
-    table = page.sections[0].table
+    assert not page.unsure
+    bars = page.sections[0].figure
+    assert bars is not None
+    assert (bars["data"][0]["y"], bars["data"][0]["x"], bars["data"][0]["customdata"]) == (["A"], [5], ["4 to 7"])
+    assert (bars["data"][0]["error_x"]["arrayminus"], bars["data"][0]["error_x"]["array"]) == ([1], [2])
+    table = page.sections[1].table
     assert table is not None
-    assert table.rows[0][:5] == ["combined", "5 (2+3)", "5", "91 %", "80 %"]
-    assert table.rows[1][:3] == ["least-tokens", "none", "-"]
+    assert (table.marked, list(table.rows[0][:5])) == (0, ["A combined", "5 (2+3)", "4 to 7", "5", "6"])
+    assert list(table.rows[1][:3]) == ["B least-tokens", "none", "-"]
     assert all(len(row) == len(table.headings) for row in table.rows)
-    notes = page.sections[1].table
+    notes = page.sections[2].table
     assert notes is not None
     assert [note for (note,) in notes.rows] == ["a note", "least-tokens: too slow"]
-    lines = [drawn for drawn in traces_of(page) if drawn["name"] == "combined"]
-    assert [(line["x"], line["y"]) for line in lines] == [([4.0, 5.0], [0.8, 0.91]), ([30.0, 33.0], [0.91, 0.9])]
-    assert [drawn["x"] for drawn in traces_of(page) if drawn["name"].startswith("knee")] == [[5]]
-    assert [section.figure["layout"]["xaxis"].get("dtick") for section in page.sections if section.figure] == [1, None]
+    lines = [drawn for drawn in traces_of(page) if drawn.get("name") == "A"]
+    nines = [count_nines(share, 240) for share in (0.8, 0.91, 0.91, 0.9)]
+    assert [line["x"] for line in lines] == [[4.0, 5.0], [30.0, 33.0]]
+    assert [y for line in lines for y in line["y"]] == pytest.approx(nines, rel=1e-3)
+    assert [drawn["x"] for drawn in traces_of(page) if drawn.get("name", "").startswith("knee")] == [[5]]
     Reader(render_page(page))
 
 

@@ -129,7 +129,7 @@ def test_a_few_requests_in_the_way_are_a_note() -> None:
     [finding] = [found for found in limits.find_unservable(BASE, trace) if "fit" in found.text]
     assert finding.text.startswith("1 of 200 requests does not fit an instance")
     assert "the first, row 17" in finding.text
-    with pytest.raises(ConfigError, match="a target of 1 leaves 0 of them"):
+    with pytest.raises(ConfigError, match="1 in target lets only 0 of them miss"):
         check_task([form], trace, task(target=1.0))
 
 

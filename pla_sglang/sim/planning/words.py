@@ -20,12 +20,12 @@ from pla_sglang.sim.workload.trace import Trace
 def describe_problem(experiment: Experiment, trace: Trace, task: PlanTask) -> str:
     """Why there can be no answer, or none that the profile bears out; empty: there may be one."""
     spare = limits.count_spare(len(trace), task.target)
-    left = f"a target of {task.target:g} leaves {spare:,} of them"
+    left = f"{task.target:g} in target lets only {spare:,} of them miss theirs"
     unservable = limits.find_unservable(experiment, trace)
     missed = np.any([finding.rows for finding in unservable], axis=0) if unservable else np.zeros(len(trace), bool)
     if missed.sum() > spare:
         worst = max(unservable, key=lambda finding: finding.count)
-        return f"{worst.text}: no number of instances mends that, and {left}"
+        return f"{worst.text}: no number of instances mends that; {left}"
     for finding in limits.find_uncovered(experiment, trace):
         if finding.count > spare and not task.beyond_profile:
             return f"{finding.text}: no promise, as {left}; --beyond-profile warn gives the figures all the same"
@@ -76,7 +76,7 @@ def describe_verdict(plan: PlanResult) -> str:
     if best is None:
         return "no fleet that was tried keeps the target"
     stock, ours = (find_smallest(row for row in plan.rows if row.stock == is_stock) for is_stock in (True, False))
-    sentence = f"{best.name} keeps {plan.target:g} at {plan.rate_per_s:g} requests/s with {_count(best)}"
+    sentence = f"{best.name} keeps {plan.target:g} at {plan.rate_per_s:.3g} requests/s with {_count(best)}"
     if stock is not None and not best.stock:
         return f"{sentence}; the best stock fleet, {stock.name}, with {_count(stock)}{_overlap(best, stock)}"
     if ours is not None and best.stock:

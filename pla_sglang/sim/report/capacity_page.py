@@ -11,9 +11,10 @@ from pla_sglang.sim.report.columns import NOTHING
 from pla_sglang.sim.report.figures import Line, colour_names, draw_attainment
 from pla_sglang.sim.report.page import Heading, Page, PageTable, Section
 from pla_sglang.sim.report.run_page import describe_setting
-from pla_sglang.sim.report.verdict import describe_capacities, show_share
+from pla_sglang.sim.report.verdict import describe_capacities, list_short_spans, show_share
 from pla_sglang.sim.workload.trace import Trace
 
+CLIP = 1.3  # times the answer: what lies beyond is the search's way to it
 HEADINGS = (
     Heading("policy"),
     Heading("held, 1/s", "the highest rate that was tried and kept the target; -: none"),
@@ -48,7 +49,10 @@ def make_capacity_page(
     caption = (
         f"A mark is one run. The dotted line: the wanted {show_share(target)}. A star: the highest rate that kept it."
     )
-    figure = draw_attainment(lines, colours, "requests/s", target=target)
+    rates = [rate_per_s for line in lines for rate_per_s in line.tried]
+    held = [capacity.held_per_s for capacity in capacities.values() if capacity.held_per_s is not None]
+    most = min(max(rates), CLIP * max(held)) if held else max(rates)
+    figure = draw_attainment(lines, colours, "requests/s", target=target, requests=len(trace), most=most)
     rows = [
         [
             policy,
@@ -64,7 +68,8 @@ def make_capacity_page(
         Section("Rates found", "A click on a column's name sorts by it.", table=PageTable(HEADINGS, rows)),
     ]
     title = f"Highest rates for {trace.name}"
-    return Page(title, facts, describe_capacities(capacities, target), sections, setting)
+    verdict = [*describe_capacities(capacities, target), *list_short_spans(capacities)]
+    return Page(title, facts, verdict, sections, setting)
 
 
 def _show_rate(value: float | None) -> str:

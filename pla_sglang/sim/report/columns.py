@@ -62,9 +62,9 @@ COLUMNS = (
     ),
     Column("goodput, 1/s", "requests/s that met both targets", lambda run: show_number(run.figures.goodput_per_s)),
     Column(
-        "TTFT p50 / p90 / p99, s",
+        "TTFT p50 / p90 / p99, ms",
         "time from arrival to the first token: median, 90th, 99th percentile",
-        lambda run: show_quantiles(run, "ttft"),
+        lambda run: show_quantiles(run, "ttft", 1e3),
         1,
     ),
     Column(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
@@ -59,9 +60,82 @@ def colour_names(names: Iterable[str]) -> dict[str, str]:
     return {name: POLICY_COLOURS[place % len(POLICY_COLOURS)] for place, name in enumerate(dict.fromkeys(names))}
 
 
-def draw_attainment(lines: Sequence[Line], colours: Mapping[str, str], over: str, *, target: float) -> Figure:
-    """Share of requests in target, over rates or sizes."""
-    return draw_lines(lines, colours, over, "share of requests in target", target=target)
+NINES = (0.0, 0.5, 0.9, 0.99, 0.999, 0.9999)
+
+
+def draw_attainment(
+    lines: Sequence[Line], colours: Mapping[str, str], over: str, *, target: float, requests: int, most: float
+) -> Figure:
+    """Share of requests in target, over rates or sizes up to ``most``; each step up is a tenth of the misses.
+
+    The best that can be told of ``requests`` is that less than one of them misses: there stand shares of 1.
+    """
+    top = count_nines(1.0, requests)
+    drawn = [
+        dataclasses.replace(line, values=[count_nines(share, requests) for share in line.values]) for line in lines
+    ]
+    label = "share of requests in target"
+    figure = draw_lines(drawn, colours, over, label, target=count_nines(target, requests))
+    for line, trace in zip(lines, [one for one in figure["data"] if one["mode"] == "lines+markers"], strict=True):
+        trace["customdata"] = [f"{share:.4%}" for _, share in sorted(zip(line.tried, line.values, strict=True))]
+        trace["hovertemplate"] = f"{line.name}<br>%{{x}} {over}<br>{label}: %{{customdata}}<extra></extra>"
+    shown = [share for share in NINES if count_nines(share, requests) < 0.9 * top]
+    ticks = [*(count_nines(share, requests) for share in shown), top]
+    texts = [*(f"{share:g}" for share in shown), "1"]
+    values = [value for line in drawn for at, value in zip(line.tried, line.values, strict=True) if at <= most]
+    low = min([*values, count_nines(target, requests)])
+    figure["layout"]["yaxis"] |= {"tickvals": ticks, "ticktext": texts, "range": [low - 0.1, top + 0.15]}
+    least = min((at for line in lines for at in line.tried), default=0.0)
+    figure["layout"]["xaxis"] |= {"range": [least - 0.05 * (most - least), most]}
+    return figure
+
+
+def count_nines(share: float, requests: int) -> float:
+    """1 for 0.9, 2 for 0.99; no more than a miss of half of one request."""
+    return -math.log10(max(1 - share, 0.5 / requests))
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """A number of GPUs, and between which numbers it lies; ``high``: None: nobody knows."""
+
+    name: str
+    value: float
+    low: float
+    high: float | None
+
+
+def draw_bars(bars: Sequence[Bar], colours: Mapping[str, str], over: str) -> Figure:
+    """The first one on top, solid; whiskers from low to high. Without a high the whisker goes to the edge."""
+    edge = 1.1 * max(max(bar.value, bar.high or 0.0) for bar in bars)
+    highs = [edge if bar.high is None else bar.high for bar in bars]
+    ranges = [f"{bar.low:g} to {'more' if bar.high is None else f'{bar.high:g}'}" for bar in bars]
+    data = {
+        "type": "bar",
+        "orientation": "h",
+        "y": [bar.name for bar in bars],
+        "x": [bar.value for bar in bars],
+        "text": [f"{bar.value:g}" for bar in bars],
+        "textposition": "inside",
+        "insidetextanchor": "start",
+        "marker": {"color": [colours[bar.name] for bar in bars], "opacity": [1.0, *[0.55] * (len(bars) - 1)]},
+        "error_x": {
+            "type": "data",
+            "symmetric": False,
+            "array": [high - bar.value for bar, high in zip(bars, highs, strict=True)],
+            "arrayminus": [bar.value - bar.low for bar in bars],
+            "color": REASON_COLOUR,
+            "thickness": 2,
+        },
+        "customdata": ranges,
+        "hovertemplate": f"%{{y}}: %{{x}} {over}, %{{customdata}} within the error<extra></extra>",
+    }
+    height = 90 + 34 * len(bars)
+    axes = {
+        "xaxis": name_axis(over, range=[0, edge], **({"dtick": 1} if edge <= MOST_TICKS else {})),
+        "yaxis": {"automargin": True, "autorange": "reversed"},
+    }
+    return {"data": [data], "layout": make_layout(height, showlegend=False, **axes), "height": height}
 
 
 def draw_lines(
@@ -139,11 +213,28 @@ def draw_distributions(seconds: Mapping[str, Floats], colours: Mapping[str, str]
     line = {"color": TARGET_COLOUR, "dash": "dot", "width": 1.5}
     shape = {"type": "line", "yref": "paper", "y0": 0, "y1": 1, "x0": target_s, "x1": target_s, "line": line}
     axes: dict[str, Any] = {
-        "xaxis": name_axis(f"{what}, s", type="log"),
+        "xaxis": name_axis(what, type="log", **tick_times(seconds.values())),
         "yaxis": name_axis("share of requests", range=[0, 1.02], tickformat=".0%"),
     }
     shapes = [shape] if math.isfinite(target_s) else []
     return {"data": data, "layout": make_layout(shapes=shapes, **axes), "height": HEIGHT}
+
+
+def tick_times(columns: Iterable[Floats]) -> dict[str, Any]:
+    """Ticks of a logarithmic axis of seconds: 10 ms, 100 ms, 1 s."""
+    known = [values[np.isfinite(values) & (values > 0)] for values in columns]
+    ends = [float(end) for values in known if len(values) for end in (values.min(), values.max())]
+    if not ends:
+        return {}
+    exponents = range(math.floor(math.log10(min(ends))), math.ceil(math.log10(max(ends))) + 1)
+    factors = (1, 2, 5) if len(exponents) <= 3 else (1, 3) if len(exponents) <= 4 else (1,)
+    at_s = [factor * 10.0**exponent for exponent in exponents for factor in factors]
+    return {"tickvals": at_s, "ticktext": [name_time(one) for one in at_s]}
+
+
+def name_time(time_s: float) -> str:
+    """Such as ``10 ms`` and ``2 s``."""
+    return f"{time_s:g} s" if time_s >= 1 else f"{1e3 * time_s:g} ms"
 
 
 def thin_distribution(values: Floats) -> tuple[Floats, Floats]:

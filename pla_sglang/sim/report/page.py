@@ -34,10 +34,11 @@ class Heading:
 
 @dataclass(frozen=True, slots=True)
 class PageTable:
-    """Cells are texts; numbers in front of them decide the order when a reader sorts."""
+    """Cells are texts; numbers in front of them decide the order when a reader sorts. ``marked``: the winner's row."""
 
     headings: Sequence[Heading]
     rows: Sequence[Sequence[str]]
+    marked: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +55,17 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """``facts``: what was run, first in the box at the top; then ``verdict``, sentences of the result."""
+    """``facts``: what was run, first in the box at the top; then ``verdict``, sentences of the result.
+
+    ``unsure``: what it says lies within the error.
+    """
 
     title: str
     facts: Mapping[str, str]
     verdict: Sequence[str]
     sections: Sequence[Section]
     setting: Mapping[str, Any]
+    unsure: bool = False
 
 
 def require_libraries(flag: str) -> None:

@@ -6,27 +6,31 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pla_sglang.sim.metrics.goodput import Slo
-from pla_sglang.sim.planning.result import FleetRow, PlanResult
-from pla_sglang.sim.planning.table import list_notes
-from pla_sglang.sim.planning.words import describe_verdict
-from pla_sglang.sim.report.columns import NOTHING
-from pla_sglang.sim.report.figures import Line, colour_names, draw_attainment
+from pla_sglang.sim.planning.result import PlanResult
+from pla_sglang.sim.planning.table import cells_of, list_columns, list_notes
+from pla_sglang.sim.planning.words import describe_verdict, is_within_error
+from pla_sglang.sim.report.figures import Bar, Line, colour_names, draw_attainment, draw_bars
 from pla_sglang.sim.report.page import Heading, Page, PageTable, Section
 from pla_sglang.sim.report.run_page import describe_lengths
 from pla_sglang.sim.report.verdict import describe_targets, show_share
 from pla_sglang.sim.workload.trace import Trace
 
-HEADINGS = (
-    Heading("fleet", "policy, and for stock engines their order and chunks"),
-    Heading("instances", "the fewest that keep the target; of a split prefill + decode; none: see the notes"),
-    Heading("GPUs", "of these instances"),
-    Heading("attainment", "share of requests in target with these instances"),
-    Heading("one fewer", "the same with one instance less"),
-    Heading("GPU h", "of all GPUs, from the first arrival to the last answer"),
-    Heading("margin", "highest rate that these instances keep over the rate asked for, less 1"),
-    Heading("error", "attainment simulated less live, where that was measured in this regime (bench fidelity)"),
-    Heading("profile", "step times that the fleet was simulated with"),
-)
+LEGENDS = {
+    "instances": "the fewest that keep the target; of a split prefill + decode; none: see the notes",
+    "range": "the fewest within the stated error of profile and simulator",
+    "GPUs": "of these instances",
+    "requests/s a GPU": "of the rate asked for",
+    "tokens/s a GPU": "of answers, at the rate asked for",
+    "an hour": "cost of all GPUs",
+    "1M tokens": "cost of a million tokens of answers",
+    "attainment": "share of requests in target with these instances",
+    "one fewer": "the same with one instance less",
+    "margin": "highest rate that these instances keep over the rate asked for, less 1",
+    "error": "attainment simulated less live, where that was measured in this regime (bench fidelity)",
+}
+CLIP = 2  # times the winner, or the rate asked for: what lies beyond is the way of other searches
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+BREAK = "/\u200b"  # a name may be folded there
 
 
 def make_plan_page(plan: PlanResult, trace: Trace, setting: Mapping[str, Any]) -> Page:
@@ -40,57 +44,81 @@ def make_plan_page(plan: PlanResult, trace: Trace, setting: Mapping[str, Any]) -
         "fleets": ", ".join(fleets),
         "profiles": ", ".join(dict.fromkeys(row.profile for row in plan.rows)),
     }
-    sections = [*_table_sections(plan), *_search_sections(plan, colour_names(fleets))]
+    colours = colour_names(label_rows(plan).values())
+    sections = [*_bar_sections(plan, colours), *_table_sections(plan), *_search_sections(plan, colours)]
     missing = [f"Not finished: {', '.join(plan.missing)}."] if plan.missing else []
     verdict = [f"{describe_verdict(plan)}.", *missing]
-    return Page(f"Instances for {plan.trace}", facts, verdict, sections, setting)
+    return Page(f"Instances for {plan.trace}", facts, verdict, sections, setting, unsure=is_within_error(plan))
+
+
+def label_rows(plan: PlanResult) -> dict[str, str]:
+    """A letter for each fleet, the smallest first: names are too long for a small screen."""
+    return {
+        row.name: LETTERS[place % len(LETTERS)] * (1 + place // len(LETTERS)) for place, row in enumerate(plan.rows)
+    }
+
+
+def _bar_sections(plan: PlanResult, colours: Mapping[str, str]) -> Iterator[Section]:
+    letters = label_rows(plan)
+    shown = [row for row in plan.rows if row.gpus is not None]
+    if not shown:
+        return
+    bars = [
+        Bar(letters[row.name], row.gpus or 0, row.gpus if row.gpus_low is None else row.gpus_low, row.gpus_high)
+        for row in shown
+    ]
+    caption = "The smallest fleet first. Whiskers: within the stated error of profile and simulator. Names: the table."
+    yield Section("GPUs needed", caption, draw_bars(bars, colours, "GPUs"))
 
 
 def _table_sections(plan: PlanResult) -> Iterator[Section]:
-    rows = [_show_row(row) for row in plan.rows]
-    yield Section("Fewest instances", "A click on a column's name sorts by it.", table=PageTable(HEADINGS, rows))
+    names = list_columns(plan.gpu_hour_price)
+    headings = [Heading("fleet", "policy, and for stock engines their order and chunks")]
+    headings += [Heading(name, LEGENDS[name]) for name in names]
+    headings.append(Heading("profile", "step times that the fleet was simulated with"))
+    letters = label_rows(plan)
+    rows = [
+        [
+            f"{letters[row.name]} {row.name.replace('/', BREAK)}",
+            *cells_of(row, plan.rate_per_s, plan.output_tokens_per_s, plan.gpu_hour_price),
+            row.profile,
+        ]
+        for row in plan.rows
+    ]
+    marked = None if plan.best is None else plan.rows.index(plan.best)
+    yield Section(
+        "Fewest instances", "A click on a column's name sorts by it.", table=PageTable(headings, rows, marked)
+    )
     if notes := list(list_notes(plan)):
         yield Section(
             "What to know beside the figures", table=PageTable([Heading("note", is_text=True)], [[n] for n in notes])
         )
 
 
-def _show_row(row: FleetRow) -> list[str]:
-    if row.instances is None:
-        return [row.name, "none", *[NOTHING] * 6, row.profile]
-    split = "" if row.prefills is None else f" ({row.prefills}+{row.instances - row.prefills})"
-    margin = NOTHING if row.margin is None else f"{row.margin:+.0%}{' or more' * row.margin_is_lower_bound}"
-    return [
-        row.name,
-        f"{row.instances}{split}",
-        str(row.instances * row.gpus_per_instance),
-        NOTHING if row.attainment is None else show_share(row.attainment),
-        NOTHING if row.one_fewer is None else show_share(row.one_fewer),
-        NOTHING if row.gpu_hours is None else f"{row.gpu_hours:.3g}",
-        margin,
-        NOTHING if row.measured_error is None else f"{row.measured_error.attainment:+.3f}",
-        row.profile,
-    ]
-
-
 def _search_sections(plan: PlanResult, colours: Mapping[str, str]) -> Iterator[Section]:
     """Attainment by size, the best split of each; and by rate with the size found."""
+    letters = label_rows(plan)
     wanted = f"The dotted line: the wanted {show_share(plan.target)}."
     sizes = []
     for row in plan.rows:
         best: dict[float, float] = {}
         for tried in row.sizes:
             best[tried.instances] = max(tried.attainment, best.get(tried.instances, 0.0))
-        sizes.append(Line(row.name, list(best), list(best.values()), row.instances))
+        sizes.append(Line(letters[row.name], list(best), list(best.values()), row.instances))
     caption = f"At the rate asked for. A mark is the best split of that size that was run. {wanted} A star: the answer."
-    figure = draw_attainment(sizes, colours, "instances", target=plan.target)
+    best = plan.best
+    found = max((line.tried for line in sizes), key=len, default=()) if best is None else (best.instances or 1,)
+    most = CLIP * max(found, default=1) + 1
+    drawn = {"target": plan.target, "requests": plan.requests}
+    figure = draw_attainment(sizes, colours, "instances", **drawn, most=most)
     yield Section("Attainment by number of instances", caption, figure)
     rates = [
-        Line(row.name, [tried.rate_per_s for tried in row.rates], [tried.attainment for tried in row.rates])
+        Line(letters[row.name], [tried.rate_per_s for tried in row.rates], [tried.attainment for tried in row.rates])
         for row in plan.rows
         if row.rates
     ]
     if rates:
         caption = f"Each fleet with its fewest instances. A mark is one run. {wanted}"
-        figure = draw_attainment(rates, colours, "requests/s", target=plan.target)
+        most = max(at for line in rates for at in line.tried)
+        figure = draw_attainment(rates, colours, "requests/s", **drawn, most=min(most, CLIP * plan.rate_per_s))
         yield Section("Attainment by rate", caption, figure)

@@ -11,6 +11,7 @@ from pla_sglang.profiles import load_profile
 from pla_sglang.sim.core.experiment import Experiment, ExperimentResult
 from pla_sglang.sim.metrics.goodput import Capacity
 from pla_sglang.sim.report.columns import Column, columns_of, count_refused
+from pla_sglang.sim.report.verdict import describe_capacities, describe_targets, list_short_spans
 from pla_sglang.sim.workload.trace import Trace
 
 
@@ -53,13 +54,17 @@ def describe_refused(count: int, experiment: Experiment, trace: Trace) -> str:
     )
 
 
-def show_capacities(capacities: Mapping[str, Capacity], trace: Trace, target: float) -> None:
+def show_capacities(capacities: Mapping[str, Capacity], trace: Trace, experiment: Experiment, target: float) -> None:
+    fleet = f"{experiment.instances} x {experiment.profile}, {describe_targets(experiment.slo, target)}"
     table = Table(title=f"{trace.name}: highest rate with {target:.0%} of requests in target")
     for name in ("policy", "held, 1/s", "failed, 1/s", "runs"):
         table.add_column(name, justify="right")
     for policy, capacity in capacities.items():
         table.add_row(policy, _rate(capacity.held_per_s), _rate(capacity.failed_per_s), str(len(capacity.tried)))
-    TableConsole(120).print(table)
+    console = TableConsole(120)
+    console.print(table)
+    texts = [*describe_capacities(capacities, target), *list_short_spans(capacities)]
+    console.print(f"{fleet}.", *texts, sep="\n", markup=False)
 
 
 def _rate(rate_per_s: float | None) -> str:

@@ -22,7 +22,14 @@ from pla_sglang.sim.report.page import Heading, Page, PageTable, Section
 from pla_sglang.sim.report.planner_timeline import CAPTION, draw_planner
 from pla_sglang.sim.report.slow_requests import MOST, draw_stages, find_slow_requests, make_slow_table
 from pla_sglang.sim.report.timelines import MOST_INSTANCES, bin_samples, draw_instances, draw_pools
-from pla_sglang.sim.report.verdict import describe_runs, describe_targets, find_knees, group_by_policy, show_share
+from pla_sglang.sim.report.verdict import (
+    describe_runs,
+    describe_targets,
+    find_best,
+    find_knees,
+    group_by_policy,
+    show_share,
+)
 from pla_sglang.sim.workload.trace import Trace
 
 SPAN_S = 60.0  # below this, a trace is described in seconds
@@ -45,8 +52,9 @@ def make_run_page(
         _table_section(outcomes),
         *_latency_sections([runs[-1] for runs in groups.values()], colours, experiment.slo),
     ]
-    for place, runs in enumerate(groups.values()):
-        sections += _policy_sections(runs[-1], trace, folded=place > 0)
+    best = find_best(outcomes, target)
+    for policy, runs in sorted(groups.items(), key=lambda item: item[0] != best):
+        sections += _policy_sections(runs[-1], trace, folded=policy != best)
     return Page(f"Simulation of {trace.name}", facts, describe_runs(outcomes, target), sections, setting)
 
 

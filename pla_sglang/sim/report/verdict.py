@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pla_sglang.sim.core.experiment import ExperimentResult
-from pla_sglang.sim.metrics.goodput import Capacity, Slo
+from pla_sglang.sim.metrics.goodput import LEAST_SPAN_S, Capacity, Slo
 from pla_sglang.sim.report.columns import show_number
 
 
@@ -44,6 +44,13 @@ def find_knees(outcomes: Sequence[ExperimentResult], target: float) -> list[Knee
             held = run.rate_per_s
         knees.append(Knee(policy, held, runs[-1].rate_per_s))
     return knees
+
+
+def find_best(outcomes: Sequence[ExperimentResult], target: float) -> str:
+    """The policy that keeps the target up to the highest rate, then the one with most in target at its highest."""
+    held = {knee.policy: knee.held_per_s or 0.0 for knee in find_knees(outcomes, target)}
+    last = {policy: runs[-1].figures.attainment for policy, runs in group_by_policy(outcomes).items()}
+    return max(last, key=lambda policy: (held[policy], last[policy]))
 
 
 def describe_targets(slo: Slo, target: float) -> str:
@@ -109,6 +116,16 @@ def describe_capacities(capacities: Mapping[str, Capacity], target: float) -> li
     if none := [name for name in capacities if name not in held]:
         sentences.append(f"Not even at the lowest rate: {', '.join(none)}.")
     return sentences
+
+
+def list_short_spans(capacities: Mapping[str, Capacity]) -> list[str]:
+    """A sentence on the searches whose runs were bursts; none where all were long enough."""
+    spans = {name: one.span_s for name, one in capacities.items() if one.span_s is not None}
+    names = ", ".join(f"{name} {span_s:.0f} s" for name, span_s in spans.items() if span_s < LEAST_SPAN_S)
+    if not names:
+        return []
+    least = f"{LEAST_SPAN_S:.0f} s for a steady load"
+    return [f"Short span: {names} of arrivals at the rate held, of {least}; one burst more or less may change it."]
 
 
 def _rate(rate_per_s: float) -> str:
