@@ -28,10 +28,10 @@ REQUESTS = 200
 HOST = HostKnobs(overlap=True, front_s=0.004, step_s=0.001)
 
 
-def load_of(requests: int = REQUESTS, gap_s: float = 0.07) -> Trace:
-    """Arrivals with a rush in the middle; long and short prompts."""
+def load_of(requests: int = REQUESTS, gap_s: float = 0.07, rush: float = 3.0) -> Trace:
+    """Arrivals, in the middle ``rush`` times as many; long and short prompts."""
     rows = np.arange(requests)
-    gaps_s = np.where((rows > requests // 2) & (rows < 0.7 * requests), gap_s / 3, gap_s)
+    gaps_s = np.where((rows > requests // 2) & (rows < 0.7 * requests), gap_s / rush, gap_s)
     arrival_s = np.concatenate([[0.0], np.cumsum(gaps_s)[:-1]])
     return Trace("load", arrival_s, 200 + 700 * (rows % 7), 5 + 11 * (rows % 9))
 
