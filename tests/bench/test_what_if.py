@@ -65,7 +65,11 @@ def test_every_case_counts_whatever_came_of_it(tmp_path: Path, capsys: pytest.Ca
     load = load_of(gap_s=0.1, rush=1.0)
     steps = Steps(tmp_path / "what_if.steps.jsonl")
     switches = [bench.parse_case(text, {"azure_conv": trace}, options) for text in options.cases.split(",")]
-    settings = {"before.gz": {}, "a.gz": {"policy": "least-tokens"}, "b.gz": {"instances": 1}}
+    settings: dict[str, dict[str, Any]] = {
+        "before.gz": {},
+        "a.gz": {"policy": "least-tokens"},
+        "b.gz": {"instances": 1},
+    }
     for name, changes in settings.items():
         record(tmp_path / name, load, serve(load, **changes), stateless=False)
     names = {"round-robin": "before.gz", "least-tokens": "a.gz", "least-requests": "a.gz"}

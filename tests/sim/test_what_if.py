@@ -117,7 +117,7 @@ def test_constants_come_from_medians() -> None:
 
 def test_prefixes_are_those_that_the_router_knew(tmp_path: Path) -> None:
     """A third turn shares what its instance had of the second, of its own session, not what came last."""
-    trace = Trace("t", np.arange(4) * 1.0, np.array([640, 640, 900, 700]), np.full(4, 64))
+    trace = Trace("t", np.arange(4.0), np.array([640, 640, 900, 700]), np.full(4, 64))
     path = record(
         tmp_path / "run.jsonl",
         trace,
@@ -226,7 +226,7 @@ def test_outside_of_what_was_recorded_one_line_says_so(
 ) -> None:
     """An even load: nobody has seen an instance with twice of it."""
     rows = np.arange(120)
-    trace = Trace("even", rows * 0.1, np.full(120, 1000), np.full(120, 20))
+    trace = Trace("even", (rows * 0.1).astype(np.float64), np.full(120, 1000), np.full(120, 20))
     path = record(tmp_path / "run.jsonl", trace, serve(trace), stateless=False)
     assert main(["--trace", str(path), *flags]) == 2
     error = capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -60,13 +61,15 @@ def label_rows(plan: PlanResult) -> dict[str, str]:
 
 def _bar_sections(plan: PlanResult, colours: Mapping[str, str]) -> Iterator[Section]:
     letters = label_rows(plan)
-    shown = [row for row in plan.rows if row.gpus is not None]
-    if not shown:
-        return
     bars = [
-        Bar(letters[row.name], row.gpus or 0, row.gpus if row.gpus_low is None else row.gpus_low, row.gpus_high)
-        for row in shown
+        Bar(letters[row.name], row.gpus, row.gpus, row.gpus)
+        if row.gpus_low is None
+        else Bar(letters[row.name], row.gpus, row.gpus_low, row.gpus_high)
+        for row in plan.rows
+        if row.gpus is not None
     ]
+    if not bars:
+        return
     caption = "The smallest fleet first. Whiskers: within the stated error of profile and simulator. Names: the table."
     yield Section("GPUs needed", caption, draw_bars(bars, colours, "GPUs"))
 
@@ -101,16 +104,16 @@ def _search_sections(plan: PlanResult, colours: Mapping[str, str]) -> Iterator[S
     wanted = f"The dotted line: the wanted {show_share(plan.target)}."
     sizes = []
     for row in plan.rows:
-        best: dict[float, float] = {}
+        shares: dict[float, float] = {}
         for tried in row.sizes:
-            best[tried.instances] = max(tried.attainment, best.get(tried.instances, 0.0))
-        sizes.append(Line(letters[row.name], list(best), list(best.values()), row.instances))
+            shares[tried.instances] = max(tried.attainment, shares.get(tried.instances, 0.0))
+        sizes.append(Line(letters[row.name], list(shares), list(shares.values()), row.instances))
     caption = f"At the rate asked for. A mark is the best split of that size that was run. {wanted} A star: the answer."
-    best = plan.best
-    found = max((line.tried for line in sizes), key=len, default=()) if best is None else (best.instances or 1,)
-    most = CLIP * max(found, default=1) + 1
-    drawn = {"target": plan.target, "requests": plan.requests}
-    figure = draw_attainment(sizes, colours, "instances", **drawn, most=most)
+    draw = functools.partial(draw_attainment, colours=colours, target=plan.target, requests=plan.requests)
+    answer = max((at for line in sizes for at in line.tried), default=1.0)
+    if plan.best is not None and plan.best.instances is not None:
+        answer = plan.best.instances
+    figure = draw(sizes, over="instances", most=CLIP * answer + 1)
     yield Section("Attainment by number of instances", caption, figure)
     rates = [
         Line(letters[row.name], [tried.rate_per_s for tried in row.rates], [tried.attainment for tried in row.rates])
@@ -120,5 +123,5 @@ def _search_sections(plan: PlanResult, colours: Mapping[str, str]) -> Iterator[S
     if rates:
         caption = f"Each fleet with its fewest instances. A mark is one run. {wanted}"
         most = max(at for line in rates for at in line.tried)
-        figure = draw_attainment(rates, colours, "requests/s", **drawn, most=min(most, CLIP * plan.rate_per_s))
+        figure = draw(rates, over="requests/s", most=min(most, CLIP * plan.rate_per_s))
         yield Section("Attainment by rate", caption, figure)
