@@ -90,6 +90,28 @@ def test_an_answer_in_one_piece_or_two(endpoint: m.Endpoint, body: Any, expected
         assert counted([data[:cut], data[cut:]], streams=False, endpoint=endpoint) == expected, data[:cut]
 
 
+@pytest.mark.parametrize(
+    ("endpoint", "body", "expected"),
+    [
+        (GENERATE, generated(12), 7),
+        (CHAT, {**CHAT_ID, "choices": [], "usage": usage(11)}, 7),
+        (CHAT, {"output": [], "usage": {"input_tokens": 5, "output_tokens": 8, "total_tokens": 13}}, 5),
+        (GENERATE, {"error": {"message": '"prompt_tokens":9,', "code": 400}}, None),
+    ],
+)
+def test_an_answer_says_how_long_its_prompt_was(endpoint: m.Endpoint, body: Any, expected: int | None) -> None:
+    data = dumped(body)
+    for cut in range(len(data) + 1):
+        counter = tokens_of_response(m.Ask("r", 0, endpoint, False, 0.0, 10, 7), streams=False)
+        counter.feed(data[:cut])
+        counter.feed(data[cut:])
+        assert counter.count_input() == expected, data[:cut]
+    stream = tokens_of_response(m.Ask("r", 0, endpoint, True, 0.0, 10, 7), streams=True)
+    for piece in chunked([event(chunk("a")), event(body), DONE]):
+        stream.feed(piece)
+    assert stream.count_input() == expected
+
+
 CACHED = [
     (GENERATE, generated(12), 3),
     (CHAT, {**CHAT_ID, "choices": [], "usage": usage(11) | {"prompt_tokens_details": {"cached_tokens": 64}}}, 64),
