@@ -42,7 +42,7 @@ def show_what_if(
 def list_notes(known: WhatIf) -> list[str]:
     notes = []
     if known.run.unserved:
-        notes.append(f"- {known.run.unserved} requests without an answer are left out")
+        notes.append(f"- left out: {known.run.unserved} without an answer, or from before all instances were ready")
     if known.run.away_s:
         notes.append(
             f"- instances were away for {known.run.away_s:.1f} s in all, and came back; what that did is in the error"
@@ -64,7 +64,9 @@ def title_of(name: str) -> str:
 
 
 def _cell(name: str, value: float) -> str:
-    return f"{value:.4f}" if name == "attainment" else f"{1e3 * value:.3g}"
+    if name == "attainment":
+        return f"{value:.3f}"
+    return f"{1e3 * value:,.0f}" if value >= 0.1 else f"{1e3 * value:.3g}"
 
 
 def _range(name: str, interval: Interval) -> str:
