@@ -101,9 +101,12 @@ async def run_together(config: RouterConfig) -> int:
     """Relay and control plane on one event loop. Raises ConfigError and OSError."""
     from pla_sglang.fleet.router.control.control_plane import ControlPlane
     from pla_sglang.fleet.router.control.succession import Preparation
+    from pla_sglang.fleet.router.relay.listener import listening_socket
     from pla_sglang.fleet.router.relay.server import Relay
 
     files = config.relay
+    if files.port:
+        listening_socket(files.host, files.port).close()  # told before any worker is
     prepared = Preparation(
         config.control,
         tls=TlsContext(files.worker_tls, now_s=time.time()),

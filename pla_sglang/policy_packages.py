@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from importlib.metadata import EntryPoint, EntryPoints, entry_points
 from typing import Any, ClassVar
 
+from pla_sglang.common.checks import describe_allowed
 from pla_sglang.common.cli import parse_pairs
 from pla_sglang.common.errors import ConfigError, PlaError
 from pla_sglang.policy import registry
@@ -35,12 +36,13 @@ class PolicyName:
     live: bool = False
 
     def allows(self, value: Any) -> bool:
-        return value in self._names()
+        return value in self.words
 
     def __str__(self) -> str:
-        return ", ".join(self._names())
+        return ", ".join(self.words)
 
-    def _names(self) -> list[str]:
+    @property
+    def words(self) -> list[str]:
         return [*(registry.live_policy_names() if self.live else registry.policy_names()), *installed_names()]
 
 
@@ -70,7 +72,7 @@ def find_policy(name: str) -> FleetPolicy:
     if own is not None:
         return own
     if not points:
-        raise ConfigError(f"policy must be one of {', '.join(policy_names())}, got {name!r}")
+        raise ConfigError(f"policy {name!r} is not known; {describe_allowed(name, policy_names())}")
     return _load(points[0])
 
 

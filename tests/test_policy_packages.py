@@ -148,16 +148,18 @@ def test_a_policy_for_the_simulator_alone_is_not_run_live(tmp_path: Path, monkey
 
 def test_names_list_what_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(tmp_path, monkeypatch, "", name="extra", module="extra_policy")
-    with pytest.raises(ConfigError, match=r"--policy 'arow' is not known; allowed: round-robin, .*, extra$"):
+    with pytest.raises(
+        ConfigError, match=r"--policy 'arow' is not known; did you mean 'arrow'\? allowed: round-robin, .*, extra$"
+    ):
         ControlKnobs(policy="arow")
-    with pytest.raises(ConfigError, match=r"policy must be one of round-robin, .*, extra, got 'arow'"):
+    with pytest.raises(ConfigError, match=r"policy 'arow' is not known; did you mean 'arrow'\? .*, extra"):
         find_policy("arow")
 
 
 @pytest.mark.parametrize(
     ("policy", "texts", "said"),
     [
-        ("arrow", ["arrow.idle_s"], "--policy-knob arrow.idle_s '' is out of range; allowed: at least 0"),
+        ("arrow", ["arrow.idle_s"], "--policy-knob arrow.idle_s '' is no number; allowed: at least 0"),
         ("arrow", ["arrow.idle_s=-1"], "--policy-knob arrow.idle_s -1 is out of range; allowed: at least 0"),
         ("arrow", ["arrow.idle_s=inf"], "--policy-knob arrow.idle_s 'inf' is out of range; allowed: at least 0"),
         ("arrow", ["arrow.idle_s=1", "arrow.idle_s=2"], "--policy-knob arrow.idle_s is given twice"),

@@ -8,13 +8,14 @@ user knows it, the value, and what is allowed.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import ipaddress
 import math
 import numbers
 import re
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar, Protocol
 
 from pla_sglang.common.errors import ConfigError
@@ -218,7 +219,16 @@ def check_value(name: str, value: Any, declared: Declared) -> None:
         problem = rule.problem
     none = f", or {declared.knob.none!r}" if declared.knob.none else ""
     shown = "(not shown)" if declared.knob.secret else repr(value)
-    raise ConfigError(f"{name} {shown} {problem}; allowed: {rule}{none}")
+    allowed = describe_allowed(value, getattr(rule, "words", ()), f"{rule}{none}")
+    raise ConfigError(f"{name} {shown} {problem}; {allowed}")
+
+
+def describe_allowed(value: Any, words: Iterable[str], allowed: str = "") -> str:
+    """What is allowed instead of ``value``: of ``words``, and before them the one that may be meant."""
+    words = list(words)
+    close = difflib.get_close_matches(value, words, 1) if isinstance(value, str) else ()
+    meant = f"did you mean {close[0]!r}? " if close else ""
+    return f"{meant}allowed: {allowed or ', '.join(words)}"
 
 
 def is_finite(value: Any) -> bool:

@@ -20,7 +20,16 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Generic, NoReturn, TypeVar
 
-from pla_sglang.common.checks import Declared, Knob, check_value, declared_fields, nested_configs, plain
+from pla_sglang.common.checks import (
+    Declared,
+    Knob,
+    Range,
+    check_value,
+    declared_fields,
+    describe_allowed,
+    nested_configs,
+    plain,
+)
 from pla_sglang.common.errors import ConfigError
 from pla_sglang.common.key_sources import read_key_file, read_key_variable
 from pla_sglang.common.reading import read_text
@@ -34,6 +43,9 @@ PRINT_FLAG = "--print-config"
 PREFIX = "knob__"  # of our values in a namespace that may be SGLang's
 METAVARS = {int: "N", float: "X", Path: "FILE"}
 BOOLEANS = {"true": True, "false": False}
+INVALID_CHOICE = re.compile(  # of argparse
+    r"argument (?P<name>.+): invalid choice: '(?P<value>.*)' \(choose from (?P<words>.+)\)", re.DOTALL
+)
 UNSET = ("null", "~")  # in a file: as if the key were not there
 T = TypeVar("T")
 
@@ -42,6 +54,9 @@ class Parser(argparse.ArgumentParser):
     """Reports a mistake as a ConfigError of one line, without the list of all flags."""
 
     def error(self, message: str) -> NoReturn:
+        if choice := INVALID_CHOICE.fullmatch(message):
+            words = re.findall(r"'([^']*)'", choice["words"])
+            message = f"{choice['name']} {choice['value']!r} is not known; {describe_allowed(choice['value'], words)}"
         raise ConfigError(message)
 
 
@@ -162,9 +177,11 @@ def parse_one(name: str, text: str, declared: Declared) -> Any:
     words = BOOLEANS if base is bool else {one.value: one for one in base} if issubclass(base, enum.Enum) else {}
     if words:
         if text not in words:
-            raise ConfigError(f"{name} {text!r} is not known; allowed: {', '.join(words)}")
+            raise ConfigError(f"{name} {text!r} is not known; {describe_allowed(text, words)}")
         return words[text]
     value: Any = parse_number(text) if base in (int, float) else text
+    if base is float and isinstance(value, str):
+        raise ConfigError(f"{name} {text!r} is no number; allowed: {declared.knob.allowed or Range()}")
     check_value(name, value if value != math.inf else text, declared)
     return float(declared.knob.scale.to_field(value)) if base is float else base(value)
 

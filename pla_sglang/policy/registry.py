@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from pla_sglang.common.checks import describe_allowed
 from pla_sglang.common.errors import ConfigError
 from pla_sglang.policy.arrow import fleet as arrow
 from pla_sglang.policy.baselines import fleet as baselines
@@ -64,7 +65,7 @@ def build(name: str, setup: Setup) -> PolicySet:
     """Fresh objects for one run. Raises ConfigError for a name that is not known, or a setup that does not fit it."""
     policy = POLICIES.get(name)
     if policy is None:
-        raise ConfigError(f"policy must be one of {', '.join(POLICIES)}, got {name!r}")
+        raise ConfigError(f"policy {name!r} is not known; {describe_allowed(name, POLICIES)}")
     return build_policy(name, policy, setup)
 
 

@@ -45,6 +45,8 @@ def read(path: Path) -> Iterator[Line]:
         try:
             line: Line = _decoder.decode(data)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            if number == 1:
+                raise RecordError(f"{path} is no recording of the router (--record): line 1: {error}") from None
             raise RecordError(f"{path} line {number}: {error}") from None
         _check(path, number, line)
         yield line

@@ -220,7 +220,7 @@ def test_a_broken_environment_is_an_error(text: str, error: type[Exception], mon
         ([], "pla-bondary: 3", "{file}: unknown key 'pla-bondary'; did you mean 'pla-boundary'?"),
         ([], "pla_boundary: 3", "{file}: unknown key 'pla_boundary'; did you mean 'pla-boundary'?"),
         ([], "pla-wait-max-ms: -1", "{file}: pla-wait-max-ms -1 is out of range; allowed: 0 to 60000 ms"),
-        (["--pla-wait-max-ms", "x"], "", "--pla-wait-max-ms 'x' is out of range; allowed: 0 to 60000 ms"),
+        (["--pla-wait-max-ms", "x"], "", "--pla-wait-max-ms 'x' is no number; allowed: 0 to 60000 ms"),
     ],
 )
 def test_a_server_refuses_with_one_line_what_only_looks_like_ours(

@@ -132,7 +132,10 @@ def test_reports_go_to_each_object_once() -> None:
 
 
 def test_unknown_names_list_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"policy must be one of round-robin, .*combined-scaling, got 'arow'"):
+    with pytest.raises(
+        ConfigError,
+        match=r"policy 'arow' is not known; did you mean 'arrow'\? allowed: .*-scaling",
+    ):
         build("arow", SETUP)
     with pytest.raises(ConfigError, match="forecaster must be one of last, peak, holt_winters, arima, judged, got 'x'"):
         build("dopd", dataclasses.replace(SETUP, forecaster="x"))

@@ -275,3 +275,10 @@ def test_a_second_header_is_refused(tmp_path: Path) -> None:
     path.write_text(text + text.splitlines()[0] + "\n")
     with pytest.raises(RecordError, match="begins with its header"):
         list(read(path))
+
+
+def test_a_file_that_is_no_recording_is_called_so(tmp_path: Path) -> None:
+    file = tmp_path / "trace.csv"
+    file.write_text("arrival_s,input_tokens,output_tokens\n0,1,1\n")
+    with pytest.raises(RecordError, match=r"trace.csv is no recording of the router \(--record\)"):
+        list(read(file))

@@ -34,7 +34,7 @@ def test_each_part_takes_its_own() -> None:
         ("temporal", ["slo.none=1"], "--engine-knob 'slo.none' is not known; allowed: temporal.headroom_requests, "),
         ("temporal", ["slo.token_share=1.5"], "--engine-knob slo.token_share 1.5 is out of range; allowed: above 0"),
         ("temporal", ["slo.short_steps=1.5"], "--engine-knob slo.short_steps 1.5 is not a whole number"),
-        ("temporal", ["slo.slower"], "--engine-knob slo.slower '' is out of range; allowed: above 0"),
+        ("temporal", ["slo.slower"], "--engine-knob slo.slower '' is no number; allowed: above 0"),
         ("temporal", ["slo.slower=1", "slo.slower=2"], "--engine-knob slo.slower is given twice"),
         ("temporal", ["awd.wait_min_s=1"], "awd wait_min_s 1 is above wait_max_s 0.01"),
         ("fcfs", ["slo.slower=2"], "--engine-knob is given with --engine fcfs; allowed: with temporal"),

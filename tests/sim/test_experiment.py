@@ -131,7 +131,7 @@ def test_find_capacity_on_the_command_line(trace_file: Path, capsys: pytest.Capt
     ("flags", "message"),
     [
         (("--policy", "nobody"), "--policy 'nobody' is not known; allowed: round-robin"),
-        (("--rates", "fast"), "--rates 'fast' is out of range; allowed: above 0 requests/s"),
+        (("--rates", "fast"), "--rates 'fast' is no number; allowed: above 0 requests/s"),
         (("--slo-ttft", "500", "--headrom=1"), "unknown argument '--headrom'; did you mean '--headroom'?"),
         (("--forecaster", "magic"), "forecaster must be one of last, peak, holt_winters, arima, judged, got 'magic'"),
         (("--trace-kind", "x"), "--trace-kind 'x' is not known; allowed: plain, azure"),
@@ -254,7 +254,7 @@ def test_flags_that_a_search_does_not_use_are_refused(trace_file: Path, capsys: 
         (["--low", "5"], "--low is for find-capacity; run takes --rates"),
         (["--polcy", "arrow"], "unknown argument '--polcy'; did you mean '--policy'?"),
         (["--polcy=arrow"], "unknown argument '--polcy'; did you mean '--policy'?"),
-        (["--compare", "arrow,stra"], "--policy 'stra' is not known; allowed: round-robin"),
+        (["--compare", "arrow,stra"], "--policy 'stra' is not known; did you mean 'star'? allowed: round-robin"),
     ],
 )
 def test_contradictions_and_typing_mistakes_are_refused(

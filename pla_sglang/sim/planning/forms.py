@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from pla_sglang.common.checks import describe_allowed
 from pla_sglang.common.errors import ConfigError
 from pla_sglang.plugin.config import DEADLINES
 from pla_sglang.policy_packages import find_policy
@@ -77,7 +78,7 @@ def parse_form(text: str, base: Experiment) -> FleetForm:
             changes["profile"] = word
         else:
             words_known = (*MIXED, SPLIT, *DEADLINES, "a number of chunk tokens", *ENGINES, *profile_names())
-            raise ConfigError(f"--compare {text!r}: {word!r} is not known; allowed: {', '.join(words_known)}")
+            raise ConfigError(f"--compare {text!r}: {word!r} is not known; {describe_allowed(word, words_known)}")
     experiment = dataclasses.replace(base, **changes)  # type: ignore[arg-type]
     known = find_policy(policy)
     if known.scales:

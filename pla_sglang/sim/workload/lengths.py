@@ -9,6 +9,7 @@ import math
 import random
 from dataclasses import dataclass
 
+from pla_sglang.common.checks import describe_allowed
 from pla_sglang.sim.workload.trace import TraceError
 
 
@@ -88,7 +89,7 @@ MODELS: dict[str, LengthModel] = {
 def length_model(name: str) -> LengthModel:
     """Raises TraceError for an unknown name, with the known ones."""
     if name not in MODELS:
-        raise TraceError(f"length model {name!r} is not known; allowed: {', '.join(sorted(MODELS))}")
+        raise TraceError(f"length model {name!r} is not known; {describe_allowed(name, sorted(MODELS))}")
     return MODELS[name]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+from pla_sglang.common.checks import describe_allowed
 from pla_sglang.common.reading import open_text, refuse_unreadable, shorten
 from pla_sglang.sim.workload.agentic import AgenticKnobs, load_agentic
 from pla_sglang.sim.workload.csv_formats import (
@@ -67,7 +68,7 @@ def load_trace(
         return load_mapped(path, columns, bad_rows=bad_rows, sort=sort).require_requests()
     kind = kind or guess_kind(path)
     if kind not in TRACE_KINDS:
-        raise TraceError(f"trace kind {kind!r} is not known; allowed: {', '.join(TRACE_KINDS)}")
+        raise TraceError(f"trace kind {kind!r} is not known; {describe_allowed(kind, TRACE_KINDS)}")
     if kind in WITHOUT_TIMES:
         times = arrivals or Arrivals(1.0, random.Random(0))
         if kind == "agentic":

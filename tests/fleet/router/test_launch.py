@@ -65,6 +65,8 @@ def test_flags_go_to_the_part_that_knows_them() -> None:
             "lengths: stated",
             "--lengths stated is for benches, which know their answers; allowed: none, survival, learned",
         ),
+        (["--slo-ttft-ms", "3s"], "--slo-ttft-ms '3s' is no number; allowed: above 0 ms"),
+        (["--migration", "onn"], "--migration 'onn' is not known; did you mean 'on'? allowed: off, on"),
         (["--slo-ttft", "5"], "unknown argument '--slo-ttft'; did you mean '--slo-ttft-ms'?"),
         (["--config", "{file}", "--port"], "argument --port: expected one argument"),
         (["--config", "/does/not/exist"], "/does/not/exist: No such file or directory"),
@@ -264,9 +266,10 @@ def test_a_control_plane_that_refuses_its_flags_ends_the_router() -> None:
 def test_another_router_does_not_share_the_port(router: Running, relays: str) -> None:
     """The kernel would give it every other connection."""
     command = [sys.executable, "-m", "pla_sglang.launch_router", "--port", str(router.port)]
-    refused = subprocess.run([*command, "--relay-workers", relays], capture_output=True, text=True, timeout=60)
+    command += ["--relay-workers", relays, "--worker", "http://127.0.0.1:1"]
+    refused = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert refused.returncode == EXIT_FAILED
-    assert "in use" in refused.stderr
+    assert refused.stderr == f"error: --host 127.0.0.1 --port {router.port}: Address already in use\n", "nothing before"
 
 
 def test_sigterm_lets_streams_end(router: Running) -> None:
