@@ -55,6 +55,7 @@ class WantedPage:
     """Where ``--page`` wants the page of the result that the bench emits; None: nowhere, or it is written."""
 
     path: Path | None = None
+    bench = ""  # which runs
 
 
 wanted_page = WantedPage()
@@ -183,7 +184,7 @@ class Bench:
         options = (parser := self.parser()).parse_args(argv)
         interruption.happened, interruption.status = False, 128 + signal.SIGINT
         terminal.output.as_json = options.json
-        wanted_page.path = options.page
+        wanted_page.path, wanted_page.bench = options.page, self.name
         with sigterm_interrupts():
             try:
                 if (out := getattr(options, "out", None)) != parser.get_default("out"):  # the default is made

@@ -22,6 +22,8 @@ from pla_sglang.common.errors import ConfigError
 from pla_sglang.common.reading import read_json
 
 FOLDERS = ("docs", "bench/lab/docs")  # of the pages
+# What a bench raises that makes a table of something else than a whole result of its own.
+MISFITS = (KeyError, TypeError, AttributeError, ValueError, IndexError)
 HEADLINE = "headline"  # the marker in docs/results.md, filled from the same file as ``hol``
 
 
@@ -62,7 +64,7 @@ def publish(name: str, source: Path, root: Path, pages: dict[str, tuple[Bench, M
     bench, make = pages[name]
     try:
         text = make(result)
-    except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
+    except MISFITS as error:
         raise ConfigError(f"{source} is no result of {name}: {error!r}") from None
     fill_page(name, text, root)
     if name == "hol":

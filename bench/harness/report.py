@@ -101,11 +101,11 @@ def output_of(command: list[str]) -> str | None:
     return done.stdout.strip() or None
 
 
-def emit(result: Mapping[str, Any], name: str, out: Path | None = None) -> None:
+def emit(result: Mapping[str, Any], name: str, out: Path | None = None, *, picture: Path | None = None) -> None:
     """Write the result to ``out`` beside the pictures, and print it as the last line of stdout unless people read it.
 
     ``complete`` is false where the measuring was interrupted. ``sglang``: the version that was measured; a bench whose
-    servers have said it has it in its result.
+    servers have said it has it in its result. ``picture``: for the page; None: that of ``name`` in ``out``.
     """
     result = {"sglang": installed_sglang(), **result, "complete": is_complete()}
     line = json.dumps(result)
@@ -116,8 +116,8 @@ def emit(result: Mapping[str, Any], name: str, out: Path | None = None) -> None:
     if wanted_page.path is not None:
         from bench.harness.bench_page import write_bench_page  # numpy and the simulator, for pages only
 
-        picture = (out or Path()) / f"{name}.png"
-        write_bench_page(wanted_page.path, name, result, picture=picture)
+        drawn = picture or (out or Path()) / f"{name}.png"
+        write_bench_page(wanted_page.path, name, result, bench=wanted_page.bench, picture=drawn)
         stdout.print(f"page: {wanted_page.path}", soft_wrap=True)
         wanted_page.path = None
     if terminal.output.wants_json():

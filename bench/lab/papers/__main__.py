@@ -27,7 +27,7 @@ from bench.harness.report import emit, environment, say
 from bench.harness.steps import NoStepError, Row, Steps
 from bench.lab.cells import DATA_VARIABLE, data_folder
 from bench.lab.papers.context import Context
-from bench.lab.papers.finding import Finding, sections, show, write
+from bench.lab.papers.finding import Finding, sections, show, summary, write
 from bench.lab.papers.points import Point, PointsError
 from pla_sglang.common.errors import ConfigError
 
@@ -98,6 +98,7 @@ def setting(options: argparse.Namespace) -> dict[str, Any]:
 def run(options: argparse.Namespace) -> int:
     """Raises ConfigError, NoStepError."""
     if options.names == [PUBLISH]:
+        fill_page("papers_summary", summary(options.out, list(FIGURES)))
         fill_page("papers", sections(options.out, list(FIGURES)))
         return 0
     options.data = data_folder(options.data)
@@ -118,7 +119,8 @@ def run(options: argparse.Namespace) -> int:
             records.append(kept)
     if not records:
         raise NoStepError("no script came to its end")
-    emit(last_line(records, options), "papers")
+    picture = options.out / f"{records[0]['name']}.png" if len(records) == 1 else None
+    emit(last_line(records, options), "papers", picture=picture)
     return 0
 
 
@@ -164,7 +166,7 @@ def recompute(name: str, points: Sequence[Point], about: Mapping[str, Any]) -> F
 
 
 def last_line(records: Sequence[Mapping[str, Any]], options: argparse.Namespace) -> dict[str, Any]:
-    """The keys of all scripts; of a single one also its rows."""
+    """The keys of all scripts; of a single one also its rows and claims."""
     keys = {key: value for record in records for key, value in record["keys"].items()}
     fails = [
         f"{record['name']}: {claim['text']}"
@@ -174,4 +176,5 @@ def last_line(records: Sequence[Mapping[str, Any]], options: argparse.Namespace)
     ]
     commits = sorted({str(record["about"]["environment"]["plugin_commit"]) for record in records})
     last: dict[str, Any] = {**keys, **setting(options), "commits": commits, "claims_that_fail": fails}
-    return last | ({"rows": records[0]["rows"]} if len(records) == 1 else {})
+    single = {key: records[0][key] for key in ("title", "setting", "rows", "claims")} if len(records) == 1 else {}
+    return last | single

@@ -300,7 +300,9 @@ def fig9(context: Context) -> Finding:
     rises = all(later >= earlier for earlier, later in itertools.pairwise(arrow.values()))
     not_behind = "SLO-aware is not behind Minimal Load at any number of GPUs"
     fields = {"P90 TTFT, s": "ttft_p90_s", "P90 TPOT, s": "tpot_p90_s", "attainment": "attainment"}
-    panels = curves(points, fields, x="gpus", by="system", label="GPUs")
+    slo = SLOS[FIG9_TRACE]
+    marks = {"P90 TTFT, s": slo.ttft_s, "P90 TPOT, s": slo.tpot_s, "attainment": TARGET}
+    panels = curves(points, fields, x="gpus", by="system", label="GPUs", marks=marks)
     setting = f"{FIG9_RATE_PER_S:g} requests/s, Llama-3.1-8B, H100 step times"
     rows = [
         Row(f"{size} GPUs, {system}: attainment", None, share[system, size], "", FIG9_WHY)

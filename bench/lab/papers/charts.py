@@ -7,6 +7,7 @@ import io
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from bench.harness.figures import COLOURS, draw_bars, panels
@@ -35,7 +36,11 @@ def draw_panels(drawn: Sequence[Panel], title: str, columns: int) -> bytes:
 def lines(
     data: Mapping[str, Curve], *, x: str, y: str, log_x: bool = False, log_y: bool = False, mark: float | None = None
 ) -> Panel:
-    """A panel with one line a name; ``mark``: a horizontal line (a target, a value of the paper)."""
+    """A panel with one line a name; ``mark``: a horizontal line (a target, a value of the paper).
+
+    Times of first tokens span decades, so they stand on a logarithmic axis; those of later ones begin at zero.
+    """
+    log_y = log_y or "TTFT" in y
 
     def panel(axes: Any) -> None:
         for place, (name, (xs, ys)) in enumerate(data.items()):
@@ -49,18 +54,28 @@ def lines(
             axes.set_xscale("log", base=2)
         if log_y:
             axes.set_yscale("log")
+        elif "TPOT" in y:
+            axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
 
     return panel
 
 
 def curves(
-    points: Sequence[Point], fields: Mapping[str, str], *, x: str, by: str, label: str, each: str = "", **looks: Any
+    points: Sequence[Point],
+    fields: Mapping[str, str],
+    *,
+    x: str,
+    by: str,
+    label: str,
+    each: str = "",
+    marks: Mapping[str, float] = MappingProxyType({}),
+    **looks: Any,
 ) -> list[Panel]:
     """A panel for each of ``fields`` (label -> field) over the field ``x``, a curve for each value of ``by``.
 
     ``each``: the same for each value of this field, which ``label``, of the x axis, shows as ``{}``. Where points share
-    an x, their median counts. ``looks``: as for ``lines``.
+    an x, their median counts. ``marks``: the ``mark`` of a panel by its label; ``looks``: as for ``lines``.
     """
     drawn = []
     for value in dict.fromkeys(point.get(each) for point in points):
@@ -70,7 +85,8 @@ def curves(
                 if point.get(each) == value and point.get(x) is not None and point.get(field) is not None:
                     values.setdefault(str(point[by]), {}).setdefault(point[x], []).append(point[field])
             data = {curve: (list(of), [statistics.median(ys) for ys in of.values()]) for curve, of in values.items()}
-            drawn.append(lines(data, x=label.format(value), y=name, **looks))
+            mark = {"mark": marks[name]} if name in marks else {}
+            drawn.append(lines(data, x=label.format(value), y=name, **looks, **mark))
     return drawn
 
 

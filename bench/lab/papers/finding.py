@@ -9,6 +9,8 @@ import dataclasses
 import itertools
 import json
 import math
+import re
+import statistics
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -21,6 +23,8 @@ from bench.lab.papers.points import Point as Point
 from bench.lab.papers.points import write_points
 
 CLOSE = 0.1  # values whose ratio is nearer to 1 than this need no explanation
+NEAR = 0.25  # in the summary, a ratio is near 1 within this: papers print two digits of what they measured once
+MOST_FAIL = 0.5  # share of what holds and is near, below which a figure does not reproduce
 SHOWN_ALONE = 6  # values without a printed one; more of them are for the picture
 Picture = Callable[[], bytes]  # draws a PNG
 Record = Mapping[str, Any]  # a finding as JSON
@@ -180,6 +184,36 @@ def sections(folder: Path, order: Sequence[str]) -> str:
     """The sections of the results in ``folder``, in this order; scripts without a result are left out."""
     paths = [folder / f"{name}.json" for name in order]
     return "\n\n".join(section(json.loads(path.read_text(encoding="utf-8"))) for path in paths if path.is_file())
+
+
+def summary(folder: Path, order: Sequence[str]) -> str:
+    """One table of the results in ``folder``: each figure, whether it reproduces, and by how much."""
+    paths = [folder / f"{name}.json" for name in order]
+    records = [json.loads(path.read_text(encoding="utf-8")) for path in paths if path.is_file()]
+    header = ("figure", "reproduces", "statements that hold", "ours / paper")
+    return report.markdown(header, [_summarize(record) for record in records])
+
+
+def _summarize(record: Record) -> list[str]:
+    """A figure reproduces where every statement holds and every ratio is near 1; it does not where most of both fail.
+
+    A statement of which no difference is seen does not hold.
+    """
+    held = [claim["holds"] is True for claim in record["claims"]]
+    ratios = [row["ratio"] for row in record["rows"] if row["ratio"] is not None]
+    near = [abs(ratio - 1) <= NEAR for ratio in ratios]
+    tests = [sum(which) / len(which) for which in (held, near) if which]
+    share = sum(tests) / len(tests) if tests else 0.0
+    verdict = "yes" if share == 1 else "in part" if share >= MOST_FAIL else "no"
+    span = "no number in the paper"
+    if len(ratios) == 1:
+        span = number(ratios[0])
+    elif ratios:
+        span = f"{number(min(ratios))} to {number(max(ratios))}, median {number(statistics.median(ratios))}"
+    title = record["title"]
+    anchor = re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+    statements = f"{sum(held)} of {len(held)}" if held else "-"
+    return [f"[{title}](#{anchor})", verdict if tests else "-", statements, span]
 
 
 def write(finding: Finding, folder: Path, about: Mapping[str, Any], points: Sequence[Point]) -> Record:

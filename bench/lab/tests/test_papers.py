@@ -16,7 +16,7 @@ from bench.harness.publish import page_of, replace
 from bench.harness.talks import Dataset
 from bench.lab.papers.__main__ import FIGURES, named, recompute, script
 from bench.lab.papers.context import Context, traces_facts
-from bench.lab.papers.finding import Claim, Finding, Row, ordered, section, sections, write
+from bench.lab.papers.finding import Claim, Finding, Row, ordered, section, sections, summary, write
 from bench.lab.papers.points import read_points
 from bench.lab.papers.prefill_chats import conversations
 from bench.lab.papers.stand_ins import SHAPES
@@ -49,7 +49,9 @@ def test_each_script_runs(name: str, tmp_path: Path) -> None:
 
 def test_the_docs_hold_the_results() -> None:
     page = page_of("papers", ROOT).read_text(encoding="utf-8")
-    assert replace(page, "papers", sections(ROOT / "bench" / "lab" / "results" / "papers", list(FIGURES))) == page
+    kept = ROOT / "bench" / "lab" / "results" / "papers"
+    assert replace(page, "papers", sections(kept, list(FIGURES))) == page
+    assert replace(page, "papers_summary", summary(kept, list(FIGURES))) == page
 
 
 def test_named() -> None:
