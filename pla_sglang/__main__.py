@@ -12,7 +12,9 @@ from typing import NamedTuple
 
 from pla_sglang.common.cli import report_error
 from pla_sglang.common.errors import ConfigError
+from pla_sglang.common.start_warnings import follow_parent
 
+follow_parent()  # as in ``launch_server``
 BENCH = "bench"
 CHECKOUT = Path(__file__).resolve().parents[1]
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from pla_sglang.common import cli
 from pla_sglang.common.errors import ConfigError
+from pla_sglang.common.start_warnings import follow_parent, keep_warnings
 from pla_sglang.common.terminal import EXIT_INTERRUPTED
 from pla_sglang.plugin.config import PlaConfig, add_cli_args, check_texts, from_texts
 from pla_sglang.plugin.start_checks import FILE_FLAG, check_start
@@ -26,6 +27,7 @@ HELP_FLAGS = frozenset({"-h", "--help"})
 OWN_PREFIXES = ("--pla-", "--prefill-disagg")
 
 watch = StartWatch(NAME)
+follow_parent()  # where SGLang has spawned this process, and imports this module before its own
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -42,6 +44,7 @@ def main(argv: list[str] | None = None) -> None:
         if not HELP_FLAGS & set(arguments):
             _check_start(arguments)
         watch.begin()
+        keep_warnings()
         serve(arguments)
     except ConfigError as error:
         raise SystemExit(cli.report_error(error)) from None

@@ -136,6 +136,7 @@ def test_the_environment_is_read_in_few_places() -> None:
     assert readers == {
         "pla_sglang/plugin/config.py",
         "pla_sglang/common/key_sources.py",
+        "pla_sglang/common/start_warnings.py",  # names the file for the processes that it starts
         "pla_sglang/plugin/platform/__init__.py",  # runs before there is a config
         "pla_sglang/plugin/platform/cpu.py",  # OMP_NUM_THREADS, and a variable of SGLang's
         "pla_sglang/fleet/cluster/children.py",  # as testing/server.py
