@@ -85,8 +85,8 @@ def curves(
                 if point.get(each) == value and point.get(x) is not None and point.get(field) is not None:
                     values.setdefault(str(point[by]), {}).setdefault(point[x], []).append(point[field])
             data = {curve: (list(of), [statistics.median(ys) for ys in of.values()]) for curve, of in values.items()}
-            mark = {"mark": marks[name]} if name in marks else {}
-            drawn.append(lines(data, x=label.format(value), y=name, **looks, **mark))
+            of_panel: dict[str, Any] = looks | ({"mark": marks[name]} if name in marks else {})
+            drawn.append(lines(data, x=label.format(value), y=name, **of_panel))
     return drawn
 
 

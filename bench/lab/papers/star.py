@@ -176,7 +176,7 @@ def fig11(context: Context) -> Finding:
     results = runs_by_seed(context, cases)
     traced = runs_by_seed(context, {name: dataclasses.replace(of, sampled=True) for name, of in cases.items()}, seeds=1)
     points = [point for name, [run] in traced.items() for point in samples_of(name, run)]
-    shared = {"x": "at_s", "by": "strategy", "label": "s"}
+    shared: dict[str, Any] = {"x": "at_s", "by": "strategy", "label": "s"}
     panels = [
         *curves(points, {"variance of the decode step, ms^2": "variance_ms2"}, **shared, log_y=True),
         *curves(points, {"fullest KV cache": "usage"}, **shared, mark=FULL_SHARE),
