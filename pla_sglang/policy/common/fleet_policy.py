@@ -25,9 +25,9 @@ from pla_sglang.policy.interface.fleet import Role
 from pla_sglang.policy.interface.step_times import StepTimes
 
 _JUDGED: Mapping[str, Callable[[], Forecaster]] = {
+    "peak": RecentPeak,
     "arima": ArimaForecaster,
     "last": LastValue,
-    "peak": RecentPeak,
     "holt_winters": HoltWinters,
 }
 FORECASTERS: Mapping[str, Callable[[], Forecaster]] = {
@@ -40,7 +40,7 @@ FORECASTERS: Mapping[str, Callable[[], Forecaster]] = {
 Knobs = TypeVar("Knobs")
 NO_PLANNER = "none"
 PLANNER_NAMES = (NO_PLANNER, "dopd", "threshold", "sla")  # made by ``policy/planners.py``
-DEFAULT_FORECASTER = "arima"  # DOPD's; others need as few GPU-hours: bench/lab/docs/fleets.md, "Forecasts"
+DEFAULT_FORECASTER = "judged"  # of all that were tried it needs the least on each trace: bench/lab/docs/fleets.md, "Forecasts"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,6 +22,9 @@ from pla_sglang.common.checks import Range, check_fields, knob
 from pla_sglang.policy.common.forecast import Forecaster
 
 
+FIXED = "fixed"  # the level of a fleet that does not change: asked where no forecast is cheaper
+
+
 @dataclasses.dataclass(frozen=True)
 class JudgedKnobs:
     """Attributes:
@@ -66,6 +69,17 @@ def least_factor(expected: Sequence[float], came: Sequence[float], share: float)
     return float("inf")
 
 
+def level_for(values: Sequence[float], share: float) -> float:
+    """The least level that serves ``share`` of ``values``: sum(min(value, level)) = share * sum(values)."""
+    missing, left = share * sum(values), len(values)
+    for value in sorted(values):
+        if value * left >= missing:
+            return missing / left
+        missing -= value
+        left -= 1
+    return 0.0
+
+
 class Judged:
     """Asks the cheapest of several forecasters.
 
@@ -80,6 +94,7 @@ class Judged:
         self.chosen = next(iter(makers))
         self.factor = 1.0
         self.changes = 0
+        self._level = 0.0  # FIXED's
         self._known = {name: make() for name, make in makers.items()}
         self._open: deque[_Open] = deque()
         self._pairs: deque[tuple[tuple[float, ...], float]] = deque(maxlen=self.knobs.window)
@@ -101,7 +116,7 @@ class Judged:
 
     def next_value(self, steps: int = 1) -> float | None:
         self._steps = max(self._steps, steps)
-        value = self._known[self.chosen].next_value(steps)
+        value = self._level if self.chosen == FIXED else self._known[self.chosen].next_value(steps)
         if value is None or self._without > self.knobs.first:
             return None if value is None else 0.0
         return value * self.factor
@@ -124,8 +139,11 @@ class Judged:
             expected = [forecasts[place] for forecasts, _ in self._pairs]
             factors[name] = max(least_factor(expected, came, knobs.served), 1 / knobs.bound)
             prices[name] = factors[name] * sum(expected)
+        prices[FIXED] = len(came) * level_for(came, knobs.served)
+        factors[FIXED] = 1.0
         cheapest = min(prices, key=lambda name: prices[name])
         if prices[cheapest] < (1 - knobs.margin) * prices[self.chosen]:
             self.chosen = cheapest
             self.changes += 1
         self.factor = min(factors[self.chosen], knobs.bound)
+        self._level = prices[FIXED] / len(came)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import deque
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -55,10 +56,17 @@ class LoadMeter:
 
     After an interval without arrivals the first one has no gap before it. That time is a load of 0, which the rate
     says already. As a gap it would pass for bursts, for which a planner would order instances.
+
+    Args:
+        least_requests: mean lengths are over the newest intervals that have so many together, not over the last alone.
+            Of a few requests a mean says nothing, least of all of those that end while hardly any runs: they are the
+            longest.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, least_requests: int = 1) -> None:
         self.in_flight = 0
+        self._least_requests = least_requests
+        self._before: dict[str, deque[tuple[int, float]]] = {"inputs": deque(), "outputs": deque()}  # counts and sums
         self._start_s: float | None = None
         self._area = 0.0  # request-seconds since the interval began
         self._changed_s = 0.0
@@ -86,8 +94,8 @@ class LoadMeter:
         if span_s <= 0 or not math.isfinite(span_s):
             return None
         sample = LoadSample(
-            self._inputs.mean(),
-            self._outputs.mean(),
+            self._mean_length("inputs", self._inputs),
+            self._mean_length("outputs", self._outputs),
             self._area / span_s,
             self._inputs.count / span_s,
             self._gaps.cv2(),
@@ -98,6 +106,16 @@ class LoadMeter:
         self._start_s, self._area = now_s, 0.0
         self._inputs, self._outputs, self._gaps = _Moments(), _Moments(), _Moments()
         return sample
+
+    def _mean_length(self, name: str, ended: _Moments) -> float | None:
+        """With intervals before the one that has ended, as far as they are needed."""
+        kept = self._before[name]
+        if ended.count:
+            kept.append((ended.count, ended.total))
+        while len(kept) > 1 and sum(count for count, _ in kept) - kept[0][0] >= self._least_requests:
+            kept.popleft()
+        count = sum(count for count, _ in kept)
+        return sum(total for _, total in kept) / count if count else None
 
     def _advance(self, now_s: float) -> None:
         if self._start_s is None:
