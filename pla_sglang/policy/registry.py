@@ -12,6 +12,7 @@ from pla_sglang.policy.combined import fleet as combined
 from pla_sglang.policy.common.fleet_policy import (
     DEFAULT_FORECASTER,
     FORECASTERS,
+    PAPER_FORECASTER,
     FleetPolicy,
     Setup,
     on_mixed_instances,
@@ -29,6 +30,7 @@ from pla_sglang.policy.star import fleet as star
 __all__ = [  # with what a policy in a package of its own is made from
     "DEFAULT_FORECASTER",
     "FORECASTERS",
+    "PAPER_FORECASTER",
     "POLICIES",
     "FleetPolicy",
     "PolicySet",

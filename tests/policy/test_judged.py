@@ -11,12 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pla_sglang.policy.common.forecast import Forecaster, LastValue
-from pla_sglang.policy.common.judged import Judged, JudgedKnobs, least_factor
+from pla_sglang.policy.common.judged import FIXED, Judged, JudgedKnobs, least_factor, level_for
 from pla_sglang.policy.registry import FORECASTERS
 
 
 class Times:
     """The last value times a number for each interval ahead."""
+
+    name = "times"
 
     def __init__(self, *factors: float) -> None:
         self._factors = factors
@@ -135,8 +137,32 @@ def test_no_constant_has_to_be_exact(name: str, factor: float) -> None:
     assert after[1] == pytest.approx(before[1], abs=0.01)
 
 
-def test_it_is_known_by_name_and_begins_as_the_default() -> None:
+@given(st.lists(st.floats(0.01, 100), min_size=1, max_size=20), st.floats(0.05, 1.0))
+def test_the_level_is_enough_and_no_more(values: list[float], share: float) -> None:
+    level = level_for(values, share)
+    assert np.minimum(level, values).sum() == pytest.approx(share * sum(values), rel=1e-6)
+    assert level <= max(values) * (1 + 1e-9)
+
+
+def test_of_bursts_that_nobody_sees_coming_it_asks_for_what_a_fleet_of_fixed_size_has() -> None:
+    """A burst of one interval in ten, at random, planned four intervals ahead. Beside such bursts a forecast of the
+    last value with its factor pays several times as much."""
+    rng = np.random.default_rng(3)
+    values = np.where(rng.random(400) < 0.1, 50.0, 5.0)
+    one = Judged({name: FORECASTERS[name] for name in ("peak", "last", "holt_winters")})
+    paid, served = [], []
+    for at, value in enumerate(values[:-4]):
+        one.add(value)
+        expected = max(one.next_value(step) or 0.0 for step in range(1, 5))
+        paid.append(expected)
+        served.append(min(expected, values[at + 1]) / values[at + 1])
+    assert one.name == FIXED
+    assert np.mean(served[100:]) > 0.95
+    assert np.mean(paid[100:]) <= 1.02 * level_for([values[at : at + 4].max() for at in range(396)], 0.95)
+
+
+def test_it_is_known_by_name_and_lets_nobody_go_before_it_knows_the_load() -> None:
     one = FORECASTERS["judged"]()
     assert isinstance(one, Judged)
-    assert one.chosen == "arima"
+    assert one.chosen == "peak"
     assert one.next_value() is None

@@ -292,6 +292,8 @@ def test_a_long_start_is_ordered_earlier(planner: str) -> None:
 class Rising:
     """Falls in the coming interval, and is high in the third."""
 
+    name = "rising"
+
     def add(self, value: float) -> None:
         pass
 
@@ -324,11 +326,21 @@ def test_none_leaves_that_is_needed_before_another_could_be_there(
 def test_few_requests_at_once_in_a_large_fleet_are_more_in_a_small_one() -> None:
     planner = planner_of(built("combined", "dopd")).planner
     light = LoadSample(input_tokens=300.0, output_tokens=100.0, concurrency=2.0, rate_per_s=20.0)
-    full = planner.at_full_batches(light)
+    full = planner.at_full_batches(light, 60.0)
     step_s = planner.step_s(planner.knobs.concurrency_max, 350.0)
     assert full.concurrency == pytest.approx(20.0 * 100.0 * step_s)
-    queued = dataclasses.replace(light, concurrency=5000.0)
-    assert planner.at_full_batches(queued).concurrency == 5000.0
+
+
+def test_a_backlog_is_work_that_is_done_once() -> None:
+    """Of 4,900 requests too many, each there for a tenth of the time, 490 are there on average."""
+    planner = planner_of(built("combined", "dopd")).planner
+    queued = LoadSample(input_tokens=300.0, output_tokens=100.0, concurrency=5000.0, rate_per_s=20.0)
+    full, answer_s = planner.full_concurrency(queued), planner.full_concurrency(queued) / 20.0
+    found = planner.at_full_batches(queued, 10 * answer_s).concurrency
+    assert found == pytest.approx(full + (5000.0 - full) / 10)
+    assert planner.at_full_batches(queued, answer_s / 2).concurrency == 5000.0, "answers that outlast the horizon"
+    idle = dataclasses.replace(queued, rate_per_s=0.0)
+    assert planner.at_full_batches(idle, 10.0).concurrency == 5000.0, "how long they take is not known"
 
 
 def test_phases_on_one_instance_are_rounded_up_together() -> None:

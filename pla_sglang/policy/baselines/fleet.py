@@ -18,6 +18,7 @@ from pla_sglang.policy.baselines.scalers import (
 from pla_sglang.policy.common.dispatch import least_tokens
 from pla_sglang.policy.common.fleet_policy import (
     NO_PLANNER,
+    PAPER_FORECASTER,
     Built,
     FleetPolicy,
     Setup,
@@ -56,7 +57,7 @@ def _sla_knobs(setup: Setup) -> SlaKnobs:
 
 
 def _sla(setup: Setup) -> Built:
-    scaler = SlaScaler(_sla_knobs(setup), *setup.tables(), setup.make_forecaster())
+    scaler = SlaScaler(_sla_knobs(setup), *setup.tables(), setup.make_forecaster(PAPER_FORECASTER))
     return _minimal_load(setup), (scaler,) if setup.planner == NO_PLANNER else (), setup.split()
 
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from pla_sglang.common.checks import Range, check_fields, knob, require, require_order
 from pla_sglang.policy.baselines.migration import used_share
 from pla_sglang.policy.common.forecast import Forecaster, LastValue, next_values
-from pla_sglang.policy.common.load_meter import LoadMeter
+from pla_sglang.policy.common.load_meter import ENOUGH_REQUESTS, LoadMeter
 from pla_sglang.policy.common.plan_log import Forecast, Look
 from pla_sglang.policy.common.predictor import PredictingPolicy, TtftPredictor
 from pla_sglang.policy.common.scaling import Limits, PhaseScaling, Scaling, Wanted, last_ready_s, steps_ahead
@@ -157,7 +157,7 @@ class SlaScaler(Observer):
         self.prefill_table, self.decode_table = prefill, decode
         self.interval_s = knobs.interval_s
         self.look: Look | None = None  # for ``plan_log.py``
-        self._meter = LoadMeter()
+        self._meter = LoadMeter(ENOUGH_REQUESTS if self._looks_ahead else 0)
         self._series = [forecaster() for _ in range(3)]  # input, output, rate
 
     def tick(self, fleet: FleetView, now_s: float) -> list[FleetAction]:
@@ -168,7 +168,8 @@ class SlaScaler(Observer):
         values = next_values(self._series, ended, steps_ahead(fleet, self.interval_s) if self._looks_ahead else 1)
         expected = [None] * len(ended) if values is None else values
         figures = ("input_tokens", "output_tokens", "requests_per_s")
-        self.look = {name: Forecast(*of) for name, *of in zip(figures, ended, expected, strict=True)}
+        by = [None if values is None else one.name for one in self._series]
+        self.look = {name: Forecast(*of) for name, *of in zip(figures, ended, expected, by, strict=True)}
         if values is None:
             return [Hold(FleetReason.NO_DATA)]
         input_tokens, output_tokens, rate = values

@@ -51,6 +51,8 @@ class ArimaKnobs:
 class ArimaForecaster:
     """One series. Forecasts are never below 0: the series are lengths, rates and concurrencies."""
 
+    name = "arima"
+
     def __init__(self, knobs: ArimaKnobs | None = None) -> None:
         self.knobs = knobs or ArimaKnobs()
         self.fits = 0

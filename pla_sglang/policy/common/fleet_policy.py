@@ -24,7 +24,9 @@ from pla_sglang.policy.interface.decisions import Controller, Dispatcher
 from pla_sglang.policy.interface.fleet import Role
 from pla_sglang.policy.interface.step_times import StepTimes
 
-_JUDGED: Mapping[str, Callable[[], Forecaster]] = {
+_JUDGED: Mapping[
+    str, Callable[[], Forecaster]
+] = {  # the first is asked while nothing is known: it lets nobody go early
     "peak": RecentPeak,
     "arima": ArimaForecaster,
     "last": LastValue,
@@ -40,7 +42,8 @@ FORECASTERS: Mapping[str, Callable[[], Forecaster]] = {
 Knobs = TypeVar("Knobs")
 NO_PLANNER = "none"
 PLANNER_NAMES = (NO_PLANNER, "dopd", "threshold", "sla")  # made by ``policy/planners.py``
-DEFAULT_FORECASTER = "judged"  # of all that were tried it needs the least on each trace: bench/lab/docs/fleets.md, "Forecasts"
+DEFAULT_FORECASTER = "judged"  # of planners: none of those it asks needs less everywhere, docs/benchmarks/planning.md
+PAPER_FORECASTER = "arima"  # DOPD's
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +71,8 @@ class Setup:
         scales: a policy that plans counts of its own accord may start and stop instances. False: it changes roles, as
             its ratio says.
         planner: what plans how many instances there are, beside any policy; a policy's own planner steps back.
-        forecaster: one of ``FORECASTERS``, or a function that makes one.
+        forecaster: one of ``FORECASTERS``, or a function that makes one; None: that of the planner, or of the paper
+            where a policy plans by itself.
         instances_min, instances_max: for planners and policies that plan counts; equal ones: only the ratio is planned.
         plan_interval_s, headroom: of policies that plan from a forecast (``PlannerKnobs``).
         pressure_interval_s, pressure_cool_down_s, pressure_hysteresis: of PLA pools (``PressureKnobs``).
@@ -95,7 +99,7 @@ class Setup:
     migrates: bool = True
     scales: bool = True
     planner: str = knob(NO_PLANNER, allowed=Choice(PLANNER_NAMES))
-    forecaster: str | Callable[[], Forecaster] = DEFAULT_FORECASTER
+    forecaster: str | Callable[[], Forecaster] | None = None
     instances_min: int = 2
     instances_max: int = 64
     plan_interval_s: float = 60.0
@@ -153,13 +157,14 @@ class Setup:
             return None
         return ClientGain(ClientGainKnobs(factor=self.move_gain, base_s=self.move_pause_s), self.steps)
 
-    def make_forecaster(self) -> Callable[[], Forecaster]:
+    def make_forecaster(self, default: str = DEFAULT_FORECASTER) -> Callable[[], Forecaster]:
         """Raises ConfigError for a name that is not known."""
-        if not isinstance(self.forecaster, str):
-            return self.forecaster
-        if self.forecaster not in FORECASTERS:
-            raise ConfigError(f"forecaster must be one of {', '.join(FORECASTERS)}, got {self.forecaster!r}")
-        return FORECASTERS[self.forecaster]
+        chosen = default if self.forecaster is None else self.forecaster
+        if not isinstance(chosen, str):
+            return chosen
+        if chosen not in FORECASTERS:
+            raise ConfigError(f"forecaster must be one of {', '.join(FORECASTERS)}, got {chosen!r}")
+        return FORECASTERS[chosen]
 
     def tables(self) -> tuple[PrefillTable, DecodeTable]:
         """What policies that plan how many instances there are look up."""

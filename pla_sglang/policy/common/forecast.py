@@ -15,7 +15,13 @@ from pla_sglang.common.checks import Range, check_fields, knob, require
 
 
 class Forecaster(Protocol):
-    """``add`` takes the value of the interval that has ended, ``next_value`` estimates one that is to come."""
+    """``add`` takes the value of the interval that has ended, ``next_value`` estimates one that is to come.
+
+    ``name``: who makes the next estimate, for ``plan_log.py``.
+    """
+
+    @property
+    def name(self) -> str: ...
 
     def add(self, value: float) -> None: ...
 
@@ -41,6 +47,8 @@ def next_values(series: Sequence[Forecaster], ended: Sequence[float | None], ste
 class LastValue:
     """The last value: the baseline that a forecast has to beat."""
 
+    name = "last"
+
     def __init__(self) -> None:
         self._last: float | None = None
 
@@ -56,6 +64,8 @@ class RecentPeak:
 
     Raises ConfigError for a count below 1.
     """
+
+    name = "peak"
 
     def __init__(self, count: int = 10) -> None:
         require("peak count", count, 1)
@@ -84,6 +94,8 @@ class HoltWintersKnobs:
 
 class HoltWinters:
     """Additive Holt-Winters with damped trend: O(1) a step."""
+
+    name = "holt_winters"
 
     def __init__(self, knobs: HoltWintersKnobs | None = None) -> None:
         self.knobs = knobs or HoltWintersKnobs()
@@ -120,6 +132,8 @@ class HoltWinters:
 class Oracle:
     """Knows the series: the bound that no forecast can beat. ``future(k)`` is the value of interval k, from 0."""
 
+    name = "oracle"
+
     def __init__(self, future: Callable[[int], float]) -> None:
         self._future = future
         self._count = 0
@@ -149,6 +163,10 @@ class Corrected:
         self.factor = 1.0
         self._weight = weight
         self._bound = bound
+
+    @property
+    def name(self) -> str:
+        return self.inner.name
 
     def add(self, value: float) -> None:
         expected = self.inner.next_value()

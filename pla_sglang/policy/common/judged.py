@@ -3,7 +3,8 @@
 Instances follow the load. A forecast of ``F`` where ``x`` came has paid for ``F`` and served ``min(F, x)``. Of the last
 ``window`` such pairs each forecaster gets the least factor with which it would have served the share ``served`` of all
 that came: equal attainment. What it would have paid then is its price. The cheapest is asked, with its factor, so a
-trend that overshoots is held back, or not asked at all.
+trend that overshoots is held back, or not asked at all. Beside them stands the level that would have served as much
+without any change: of bursts that end before an instance has started no forecast is worth what it costs.
 
 Pairs are of the horizon at which forecasts are used: the largest forecast of the next intervals, as many as were asked
 for, beside the largest value that came in them. A forecast of one interval says little of one four intervals ahead.
@@ -21,8 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pla_sglang.common.checks import Range, check_fields, knob
 from pla_sglang.policy.common.forecast import Forecaster
 
-
-FIXED = "fixed"  # the level of a fleet that does not change: asked where no forecast is cheaper
+FIXED = "fixed"  # beside the names of forecasters: a level that does not change
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Judged:
 
     Attributes:
         chosen: its name.
-        factor: on its forecasts.
+        factor: on its forecasts; the level itself, where that is fixed.
         changes: how often another was chosen.
     """
 
@@ -94,12 +94,15 @@ class Judged:
         self.chosen = next(iter(makers))
         self.factor = 1.0
         self.changes = 0
-        self._level = 0.0  # FIXED's
         self._known = {name: make() for name, make in makers.items()}
         self._open: deque[_Open] = deque()
         self._pairs: deque[tuple[tuple[float, ...], float]] = deque(maxlen=self.knobs.window)
         self._steps = 1  # the most that were asked for since the last value
         self._without = 0  # intervals in a row without load
+
+    @property
+    def name(self) -> str:
+        return self.chosen
 
     def add(self, value: float) -> None:
         self._without = 0 if value > 0 else self._without + 1
@@ -116,7 +119,7 @@ class Judged:
 
     def next_value(self, steps: int = 1) -> float | None:
         self._steps = max(self._steps, steps)
-        value = self._level if self.chosen == FIXED else self._known[self.chosen].next_value(steps)
+        value = 1.0 if self.chosen == FIXED else self._known[self.chosen].next_value(steps)
         if value is None or self._without > self.knobs.first:
             return None if value is None else 0.0
         return value * self.factor
@@ -139,11 +142,11 @@ class Judged:
             expected = [forecasts[place] for forecasts, _ in self._pairs]
             factors[name] = max(least_factor(expected, came, knobs.served), 1 / knobs.bound)
             prices[name] = factors[name] * sum(expected)
-        prices[FIXED] = len(came) * level_for(came, knobs.served)
-        factors[FIXED] = 1.0
+        factors = {name: min(factor, knobs.bound) for name, factor in factors.items()}
+        factors[FIXED] = level_for(came, knobs.served)
+        prices[FIXED] = factors[FIXED] * len(came)
         cheapest = min(prices, key=lambda name: prices[name])
         if prices[cheapest] < (1 - knobs.margin) * prices[self.chosen]:
             self.chosen = cheapest
             self.changes += 1
-        self.factor = min(factors[self.chosen], knobs.bound)
-        self._level = prices[FIXED] / len(came)
+        self.factor = factors[self.chosen]

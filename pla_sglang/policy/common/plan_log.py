@@ -18,10 +18,11 @@ from pla_sglang.policy.interface.fleet import FleetView, InstanceState
 
 class Forecast(NamedTuple):
     """One figure of the load. ``load``: of the interval that has ended, None: nothing to measure; ``forecast``: the
-    largest of the intervals that are planned for, None: it is not forecast."""
+    largest of the intervals that are planned for, None: it is not forecast; ``by``: its ``Forecaster.name``."""
 
     load: float | None
     forecast: float | None
+    by: str | None = None
 
 
 Look = Mapping[str, Forecast]  # figure, as in ``common/legend/plan.py``, -> its values
@@ -38,16 +39,19 @@ class Planning(Protocol):
     def look(self) -> Look | None: ...
 
 
-def compare_loads(measured: LoadSample, expected: LoadSample | None) -> Look:
-    """``expected``: what is forecast, before headroom; None: not yet."""
+_FIELDS = {  # of ``LoadSample``
+    "input_tokens": "input_tokens",
+    "output_tokens": "output_tokens",
+    "requests": "concurrency",
+    "requests_per_s": "rate_per_s",
+}
+
+
+def compare_loads(measured: LoadSample, expected: LoadSample | None, by: Sequence[str]) -> Look:
+    """``expected``: what is forecast, before headroom; None: not yet. ``by``: whose forecasts, as in ``_FIELDS``."""
     return {
-        figure: Forecast(getattr(measured, name), None if expected is None else getattr(expected, name))
-        for figure, name in (
-            ("requests_per_s", "rate_per_s"),
-            ("requests", "concurrency"),
-            ("input_tokens", "input_tokens"),
-            ("output_tokens", "output_tokens"),
-        )
+        figure: Forecast(getattr(measured, name), *((None,) if expected is None else (getattr(expected, name), who)))
+        for (figure, name), who in zip(_FIELDS.items(), by, strict=True)
     }
 
 

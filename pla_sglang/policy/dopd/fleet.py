@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from pla_sglang.policy.common.fleet_policy import NO_PLANNER, Built, FleetPolicy, Setup
+from pla_sglang.policy.common.fleet_policy import NO_PLANNER, PAPER_FORECASTER, Built, FleetPolicy, Setup
 from pla_sglang.policy.dopd.dispatch import DopdDispatcher, DopdDispatchKnobs
 from pla_sglang.policy.dopd.labels import RatioController, Settling
 from pla_sglang.policy.dopd.planner import DopdController, Planner, PlannerKnobs
@@ -28,7 +28,7 @@ def _make_planner(setup: Setup) -> Planner:
 def make_controller(setup: Setup, kind: type[DopdController] = DopdController) -> DopdController:
     """Algorithm 2 as the paper has it. ``kind``: ``RatioController`` where instances can be neither started nor
     stopped."""
-    return kind(_make_planner(setup), setup.make_forecaster())
+    return kind(_make_planner(setup), setup.make_forecaster(PAPER_FORECASTER))
 
 
 def make_planner(setup: Setup, *, by_role: bool, follow_ratio: bool = False) -> DopdController:

@@ -27,7 +27,7 @@ from collections.abc import Callable, Sequence
 
 from pla_sglang.common.checks import Range, check_fields, knob, require
 from pla_sglang.policy.common.forecast import Corrected, Forecaster, LastValue, next_values
-from pla_sglang.policy.common.load_meter import LoadMeter, LoadSample
+from pla_sglang.policy.common.load_meter import ENOUGH_REQUESTS, LoadMeter, LoadSample
 from pla_sglang.policy.common.plan_log import Look, compare_loads
 from pla_sglang.policy.common.scaling import Limits, PhaseScaling, Wanted, steps_ahead
 from pla_sglang.policy.common.tables import DecodeTable, PrefillTable
@@ -38,7 +38,6 @@ from pla_sglang.policy.interface.fleet import FleetView, RequestView, Role
 from pla_sglang.policy.interface.reasons import FleetReason
 
 LONGEST_TOKENS = 1 << 20  # that a threshold of Algorithm 1 may be
-LENGTHS_OF = 50  # requests: a mean of lengths that vary as much as they are long is off by 14 %, as down_margin allows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,7 +220,7 @@ class DopdController(Observer):
         self.look: Look | None = None  # for ``plan_log.py``
         self.batching: BatchingKnobs | None = None  # what prefill instances are to be told; None: nothing yet
         self._series: list[Forecaster] = [Corrected(forecaster()) if corrected else forecaster() for _ in range(4)]
-        self._meter = LoadMeter(LENGTHS_OF if looks_ahead else 1)
+        self._meter = LoadMeter(ENOUGH_REQUESTS if looks_ahead else 0)
         self._passes = [0.0, 0.0, 0.0]  # seconds, requests, tokens of the interval's prefill passes
         damping = Limits(down_intervals=knobs.down_intervals, cool_down_s=knobs.cool_down_s)
         bounds = {"least": knobs.instances_min, "most": knobs.instances_max} if looks_ahead else {}
@@ -235,7 +234,7 @@ class DopdController(Observer):
         self._correct(fleet, now_s)
         steps = steps_ahead(fleet, self.interval_s) if self.looks_ahead else 1
         load = self.forecast(sample, steps)
-        self.look = compare_loads(sample, load)
+        self.look = compare_loads(sample, load, [one.name for one in self._series])
         if load is None:
             return [Hold(FleetReason.NO_DATA)]
         self.batching = self.planner.plan_batching(load, max(1, len(fleet.prefill_capable())))

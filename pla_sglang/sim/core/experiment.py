@@ -21,7 +21,7 @@ from pla_sglang.policy.engine_policies import make_engine_policy
 from pla_sglang.policy.interface.fleet import InstanceKind, Role
 from pla_sglang.policy.interface.prefill import EnginePolicy
 from pla_sglang.policy.interface.remaining_length import NoPrediction, Oracle, RemainingPredictor
-from pla_sglang.policy.registry import DEFAULT_FORECASTER, FORECASTERS, PolicySet, Setup, policy_names
+from pla_sglang.policy.registry import DEFAULT_FORECASTER, FORECASTERS, PAPER_FORECASTER, PolicySet, Setup, policy_names
 from pla_sglang.policy.slo.knobs import EnginePolicyKnobs
 from pla_sglang.policy.slo.mixed_batches import MixedBatchModel
 from pla_sglang.policy.star.predictors import PAPER_BINS, Binned, Noisy
@@ -157,7 +157,9 @@ class Experiment:
     )
     headroom: float = knob(1.0, "--headroom", "factor on the forecast load", allowed=Range(0, above=True))
     forecaster: str | Callable[[], Forecaster] | None = knob(
-        None, "--forecaster NAME", f"of the load: {', '.join(FORECASTERS)}; default: {DEFAULT_FORECASTER}"
+        None,
+        "--forecaster NAME",
+        f"of the load: {', '.join(FORECASTERS)}; default: {DEFAULT_FORECASTER}, of policies {PAPER_FORECASTER}",
     )
     stateless: bool = True  # ``Setup.stateless``
     migrates: bool = True  # ``Setup.migrates``
@@ -371,7 +373,7 @@ def _setup(experiment: Experiment, profile: StepProfile, trace: Trace) -> Setup:
         instances_max=experiment.instances_max or max(64, 2 * experiment.instances),
         plan_interval_s=experiment.plan_interval_s,
         headroom=experiment.headroom,
-        forecaster=experiment.forecaster or DEFAULT_FORECASTER,
+        forecaster=experiment.forecaster,
         move_gain=experiment.move_gain,
         planner=experiment.planner,
         knobs=read_knobs(experiment.policy, experiment.policy_knobs, experiment.planner),

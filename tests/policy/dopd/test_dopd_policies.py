@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,7 +16,7 @@ from support.fleets import LinearSteps, decode, fleet, mixed, predictor, prefill
 from support.views import pass_view, waiting
 
 from pla_sglang.common.errors import ConfigError
-from pla_sglang.policy.common.load_meter import LoadMeter, LoadSample
+from pla_sglang.policy.common.load_meter import ENOUGH_REQUESTS, LoadMeter, LoadSample
 from pla_sglang.policy.common.pools import least_loaded
 from pla_sglang.policy.common.tables import DecodeTable, PrefillTable
 from pla_sglang.policy.dopd.batching import BatchingKnobs, LengthAwareBatching
@@ -95,6 +96,30 @@ def test_headroom_multiplies_the_load_and_not_the_lengths() -> None:
 )
 def test_line_13(name: str, concurrency: float, decodes: int) -> None:
     assert planner().plan(dataclasses.replace(LOAD, concurrency=concurrency)).decode == decodes
+
+
+@pytest.mark.parametrize("least_requests", [ENOUGH_REQUESTS // 2, ENOUGH_REQUESTS, 2 * ENOUGH_REQUESTS])
+def test_mean_lengths_are_of_enough_requests(least_requests: int) -> None:
+    """Lengths that vary as much as they are long, 4 a second, then one a minute: the mean is never far off.
+
+    Of the last interval alone it is off by a factor of three and more. Half and twice as many requests tell the same.
+    """
+    rng = np.random.default_rng(5)
+    enough, last = LoadMeter(least_requests), LoadMeter()
+    worst, alone = [], []
+    for interval in range(120):
+        for _ in range(40 if interval < 60 else 1 if interval % 6 == 0 else 0):
+            tokens = int(rng.exponential(200.0)) + 1
+            for meter in (enough, last):
+                meter.arrive(100, 10.0 * interval + 5)
+                meter.finish(tokens, 10.0 * interval + 6)
+        for meter, found in ((enough, worst), (last, alone)):
+            sample = meter.take(10.0 * (interval + 1))
+            if sample is not None and sample.output_tokens is not None:
+                found.append(sample.output_tokens / 200.0)
+    assert 0.55 < min(worst[3:]) <= max(worst[3:]) < 1.5
+    assert max(alone) > 2.0 or min(alone) < 0.3
+    assert len(worst) > len(alone), "an interval without requests has the lengths of those before"
 
 
 def test_load_meter_by_hand() -> None:

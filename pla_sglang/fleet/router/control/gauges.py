@@ -130,7 +130,7 @@ def _of_planner(runner: FleetRunner | None, scaling: ScaleOrders, now_s: float) 
             expected = controller.last_plan.load.concurrency
             yield "planned_requests", "Requests at once that the planner expects.", {}, expected
     plan = scaling.log.last_plan
-    for figure, (load, forecast) in () if plan is None else plan.look.items():
+    for figure, (load, forecast, _) in () if plan is None else plan.look.items():
         labels = {"figure": figure}
         if load is not None:
             yield "plan_load", "Load of the last interval, as the planner saw it.", labels, load

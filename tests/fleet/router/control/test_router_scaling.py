@@ -302,7 +302,7 @@ async def test_state_view_and_series_tell_the_same_of_a_plan() -> None:
         one.plane._tick_controller(len(runner.policy.controllers) - 1)
         one.plane._sweep()
         told = planner(one)["load"]
-        assert told["output_tokens"] == {"load": 200.0, "forecast": pytest.approx(200.0)}
+        assert told["output_tokens"] == {"load": 200.0, "forecast": pytest.approx(200.0), "by": "peak"}
         plan = one.plane.view_document(0.0)["plan"]
         assert plan["plans"][-1][1:] == [planner(one)["wanted"].get("mixed", 2), told]
         assert plan["fleet"][-1][1:4] == [2, 0, 0]
