@@ -166,10 +166,11 @@ class SlaScaler(Observer):
             return [Hold(FleetReason.NO_DATA)]
         ended = (sample.input_tokens, sample.output_tokens, sample.rate_per_s)
         values = next_values(self._series, ended, steps_ahead(fleet, self.interval_s) if self._looks_ahead else 1)
-        expected = [None] * len(ended) if values is None else values
         figures = ("input_tokens", "output_tokens", "requests_per_s")
-        by = [None if values is None else one.name for one in self._series]
-        self.look = {name: Forecast(*of) for name, *of in zip(figures, ended, expected, by, strict=True)}
+        self.look = {
+            figure: Forecast(load) if values is None else Forecast(load, values[place], self._series[place].name)
+            for place, (figure, load) in enumerate(zip(figures, ended, strict=True))
+        }
         if values is None:
             return [Hold(FleetReason.NO_DATA)]
         input_tokens, output_tokens, rate = values

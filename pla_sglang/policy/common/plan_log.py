@@ -21,7 +21,7 @@ class Forecast(NamedTuple):
     largest of the intervals that are planned for, None: it is not forecast; ``by``: its ``Forecaster.name``."""
 
     load: float | None
-    forecast: float | None
+    forecast: float | None = None
     by: str | None = None
 
 
@@ -50,7 +50,9 @@ _FIELDS = {  # of ``LoadSample``
 def compare_loads(measured: LoadSample, expected: LoadSample | None, by: Sequence[str]) -> Look:
     """``expected``: what is forecast, before headroom; None: not yet. ``by``: whose forecasts, as in ``_FIELDS``."""
     return {
-        figure: Forecast(getattr(measured, name), *((None,) if expected is None else (getattr(expected, name), who)))
+        figure: Forecast(getattr(measured, name))
+        if expected is None
+        else Forecast(getattr(measured, name), getattr(expected, name), who)
         for (figure, name), who in zip(_FIELDS.items(), by, strict=True)
     }
 
