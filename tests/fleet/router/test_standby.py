@@ -295,12 +295,13 @@ async def test_instances_that_were_ready_serve_at_once(tmp_path: Path) -> None:
 async def test_pools_are_those_of_the_former_one(tmp_path: Path) -> None:
     """Not those that the instances were in when the standby asked them."""
     async with scene(["prefill", "prefill", "decode"], policy="pla", memory_file=tmp_path / "memory.json") as one:
-        described = {worker.url: worker.description for worker in one.plane.table if worker.description is not None}
+        prepared = Preparation(one.plane.knobs)
+        prepared.described |= {row.url: row.description for row in one.plane.table if row.description is not None}
         views = [worker.view for worker in one.plane.table.workers[:2]]
         views[0].length_class, views[1].length_class = views[1].length_class, views[0].length_class
         one.plane.save_later()
         await one.plane.stop()
-        plane = ControlPlane(one.plane.knobs, lease=Lease(2, time.monotonic(), 0), described=described)
+        plane = ControlPlane(one.plane.knobs, lease=Lease(2, time.monotonic(), 0), prepared=prepared)
         await plane.start()
         classes = [worker.view.length_class for worker in plane.table.workers[:2]]
         await plane.stop()
