@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 import urllib.error
 import urllib.request
 
@@ -22,6 +23,7 @@ from pla_sglang.fleet.cluster.ports import free_port
         (aiohttp.ClientError("HTTP is\n broken"), "HTTP is broken"),
         (OSError(), "the connection broke"),
         (urllib.error.URLError(ConnectionRefusedError(111, "x")), "connection refused"),
+        (urllib.error.URLError(ssl.SSLError(1, "[SSL: X] y")), "TLS: the handshake failed"),
         (urllib.error.URLError("unknown url type"), "unknown url type"),
     ],
 )
