@@ -10,9 +10,10 @@ def describe_connection_error(error: BaseException) -> str:
     """Such as "connection refused", "connection reset by peer", "no answer in time"."""
     if isinstance(error, TimeoutError):
         return "no answer in time"
-    for inner in (error, getattr(error, "certificate_error", None), getattr(error, "os_error", None)):  # of aiohttp
+    for inner in (getattr(error, "certificate_error", None), getattr(error, "os_error", None), error):  # of aiohttp
         if isinstance(inner, ssl.SSLError):  # its number is none of the system
-            return f"TLS: {getattr(inner, 'verify_message', '') or inner.reason or 'the handshake failed'}"
+            said = (getattr(inner, name, None) for name in ("verify_message", "reason"))
+            return f"TLS: {next(filter(None, said), 'the handshake failed')}"
     reason = getattr(error, "reason", error)  # of urllib: what it has wrapped
     if reason is not error and isinstance(reason, BaseException):
         return describe_connection_error(reason)
