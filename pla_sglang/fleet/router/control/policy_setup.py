@@ -172,8 +172,7 @@ class LivePolicy:
             move_gain=knobs.moves.gain,
             knobs=read_knobs(knobs.policy, knobs.policy_knobs, knobs.scaling.planner),
         )
-        self.profile_name = profile
-        self.profile = f"{profile} x {time_scale:g}"
+        self.profile_name, self.profile = profile, f"{profile} x {time_scale:g}"
         self.kv_bytes_per_token = steps.kv_bytes_per_token
         if self._record_file is not None:
             header = header_of(knobs.policy, profile, time_scale, setup)
