@@ -12,6 +12,7 @@ from pla_sglang.fleet.router.control.workers import polls
 from pla_sglang.fleet.router.control.workers.breaker import BreakerKnobs
 from pla_sglang.fleet.router.control.workers.discovery import parse_url
 from pla_sglang.fleet.router.control.workers.errors import NoResponseError
+from pla_sglang.fleet.router.control.workers.instance_client import InstanceClient
 from pla_sglang.fleet.router.control.workers.polls import Polls
 from pla_sglang.fleet.router.control.workers.table import Worker, WorkerTable
 from pla_sglang.fleet.router.tls import TlsContext, WorkerTls
@@ -80,3 +81,16 @@ async def test_nobody_listens() -> None:
     with pytest.raises(NoResponseError):
         await client.fetch_body(worker, "/v1/loads")
     await client.close_polls()
+
+
+@pytest.mark.parametrize("status", [301, 307])
+async def test_an_instance_sends_nobody_elsewhere(status: int) -> None:
+    """Neither the question nor the key that comes with it."""
+    async with instance(ok(b"{}")) as (other, asked):
+        answer = b"HTTP/1.1 %d Moved\r\nlocation: %s/x\r\ncontent-length: 0\r\n\r\n" % (status, other.url.encode())
+        async with instance(answer) as (worker, _):
+            client = InstanceClient(TlsContext(WorkerTls(), now_s=0.0), timeout_s=5.0, api_key="k", admin_key="a")
+            with pytest.raises(NoResponseError, match=f"answered {status}"):
+                await client.describe(worker.address, with_model=False)
+            await client.close()
+        assert asked == []

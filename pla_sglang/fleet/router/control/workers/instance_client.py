@@ -132,13 +132,16 @@ class InstanceClient:
         return answers
 
     async def _call(self, method: str, url: str, body: Mapping[str, Any] | None = None) -> bytes:
-        """Those with a body are an operator's: they bring the admin key, where there is one."""
+        """Those with a body are an operator's: they bring the admin key, where there is one. No answer sends a request,
+        and with it a key, elsewhere: a redirect is an error."""
         headers = {} if body is None else self._admin
         tls = self._tls.context if url.startswith("https:") else True
         try:
-            async with self._http.request(method, url, json=body, headers=headers, ssl=tls) as response:
+            async with self._http.request(
+                method, url, json=body, headers=headers, ssl=tls, allow_redirects=False
+            ) as response:
                 content = await response.content.read(RESPONSE_BYTES)
-                if response.status >= 400:
+                if response.status >= 300:
                     text = quote_response(content, *self._keys)
                     raise NoResponseError(f"{url} answered {response.status}: {text}", response.status)
                 while more := await response.content.read(RESPONSE_BYTES):
