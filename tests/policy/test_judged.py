@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pla_sglang.policy.common.forecast import Forecaster, LastValue
-from pla_sglang.policy.common.judged import FIXED, Judged, JudgedKnobs, least_factor, level_for
+from pla_sglang.policy.common.forecast import Forecaster, LastValue, level_for
+from pla_sglang.policy.common.judged import Judged, JudgedKnobs, least_factor
 from pla_sglang.policy.registry import FORECASTERS
 
 
@@ -149,14 +149,14 @@ def test_of_bursts_that_nobody_sees_coming_it_asks_for_what_a_fleet_of_fixed_siz
     last value with its factor pays several times as much."""
     rng = np.random.default_rng(3)
     values = np.where(rng.random(400) < 0.1, 50.0, 5.0)
-    one = Judged({name: FORECASTERS[name] for name in ("peak", "last", "holt_winters")})
+    one = Judged({name: FORECASTERS[name] for name in ("peak", "last", "holt_winters", "level")})
     paid, served = [], []
     for at, value in enumerate(values[:-4]):
         one.add(value)
         expected = max(one.next_value(step) or 0.0 for step in range(1, 5))
         paid.append(expected)
         served.append(min(expected, values[at + 1]) / values[at + 1])
-    assert one.name == FIXED
+    assert one.name == "level"
     assert np.mean(served[100:]) > 0.95
     assert np.mean(paid[100:]) <= 1.02 * level_for([values[at : at + 4].max() for at in range(396)], 0.95)
 

@@ -137,7 +137,9 @@ def test_unknown_names_list_the_known_ones() -> None:
         match=r"policy 'arow' is not known; did you mean 'arrow'\? allowed: .*-scaling",
     ):
         build("arow", SETUP)
-    with pytest.raises(ConfigError, match="forecaster must be one of last, peak, holt_winters, arima, judged, got 'x'"):
+    with pytest.raises(
+        ConfigError, match="forecaster must be one of last, peak, holt_winters, arima, level, judged, got 'x'"
+    ):
         build("dopd", dataclasses.replace(SETUP, forecaster="x"))
 
 

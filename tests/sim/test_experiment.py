@@ -133,7 +133,10 @@ def test_find_capacity_on_the_command_line(trace_file: Path, capsys: pytest.Capt
         (("--policy", "nobody"), "--policy 'nobody' is not known; allowed: round-robin"),
         (("--rates", "fast"), "--rates 'fast' is no number; allowed: above 0 requests/s"),
         (("--slo-ttft", "500", "--headrom=1"), "unknown argument '--headrom'; did you mean '--headroom'?"),
-        (("--forecaster", "magic"), "forecaster must be one of last, peak, holt_winters, arima, judged, got 'magic'"),
+        (
+            ("--forecaster", "magic"),
+            "forecaster must be one of last, peak, holt_winters, arima, level, judged, got 'magic'",
+        ),
         (("--trace-kind", "x"), "--trace-kind 'x' is not known; allowed: plain, azure"),
         (("--rates", "0"), "--rates 0 is out of range; allowed: above 0 requests/s"),
         (("--slo-ttft-ms", "0"), "--slo-ttft-ms 0 is out of range; allowed: above 0 ms"),

@@ -16,7 +16,7 @@ from pla_sglang.policy.common.capacity import max_running_tokens
 from pla_sglang.policy.common.client_gain import ClientGain, ClientGainKnobs
 from pla_sglang.policy.common.curve import profile_curve
 from pla_sglang.policy.common.dispatch import split_roles
-from pla_sglang.policy.common.forecast import Forecaster, HoltWinters, LastValue, RecentPeak
+from pla_sglang.policy.common.forecast import Forecaster, HoltWinters, LastValue, RecentPeak, SteadyLevel
 from pla_sglang.policy.common.judged import Judged
 from pla_sglang.policy.common.predictor import PredictorKnobs, TtftPredictor
 from pla_sglang.policy.common.tables import DecodeTable, PrefillTable
@@ -31,12 +31,14 @@ _JUDGED: Mapping[
     "arima": ArimaForecaster,
     "last": LastValue,
     "holt_winters": HoltWinters,
+    "level": SteadyLevel,
 }
 FORECASTERS: Mapping[str, Callable[[], Forecaster]] = {
     "last": LastValue,
     "peak": RecentPeak,
     "holt_winters": HoltWinters,
     "arima": ArimaForecaster,
+    "level": SteadyLevel,
     "judged": lambda: Judged(_JUDGED),
 }
 Knobs = TypeVar("Knobs")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 from pla_sglang.common.checks import Range, check_fields, knob, require
@@ -76,6 +76,38 @@ class RecentPeak:
 
     def next_value(self, steps: int = 1) -> float | None:
         return max(self._recent, default=None)
+
+
+class SteadyLevel:
+    """The least level that would have served ``served`` of the last ``count`` values: a fleet that does not change.
+
+    Raises ConfigError for a count below 1 and a share outside (0, 1].
+    """
+
+    name = "level"
+
+    def __init__(self, count: int = 96, served: float = 0.95) -> None:
+        require("level count", count, 1)
+        require("level served", served, 0, 1, above=True)
+        self._recent: deque[float] = deque(maxlen=count)
+        self._served = served
+
+    def add(self, value: float) -> None:
+        self._recent.append(value)
+
+    def next_value(self, steps: int = 1) -> float | None:
+        return level_for(self._recent, self._served) if self._recent else None
+
+
+def level_for(values: Collection[float], share: float) -> float:
+    """The least level that serves ``share`` of ``values``: sum(min(value, level)) = share * sum(values)."""
+    missing, left = share * sum(values), len(values)
+    for value in sorted(values):
+        if value * left >= missing:
+            return missing / left
+        missing -= value
+        left -= 1
+    return 0.0
 
 
 @dataclasses.dataclass(frozen=True)

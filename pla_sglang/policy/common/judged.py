@@ -3,8 +3,8 @@
 Instances follow the load. A forecast of ``F`` where ``x`` came has paid for ``F`` and served ``min(F, x)``. Of the last
 ``window`` such pairs each forecaster gets the least factor with which it would have served the share ``served`` of all
 that came: equal attainment. What it would have paid then is its price. The cheapest is asked, with its factor, so a
-trend that overshoots is held back, or not asked at all. Beside them stands the level that would have served as much
-without any change: of bursts that end before an instance has started no forecast is worth what it costs.
+trend that overshoots is held back, or not asked at all. One of them should be ``SteadyLevel``: of bursts that end
+before an instance has started no forecast is worth what it costs.
 
 Pairs are of the horizon at which forecasts are used: the largest forecast of the next intervals, as many as were asked
 for, beside the largest value that came in them. A forecast of one interval says little of one four intervals ahead.
@@ -21,8 +21,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 from pla_sglang.common.checks import Range, check_fields, knob
 from pla_sglang.policy.common.forecast import Forecaster
-
-FIXED = "fixed"  # beside the names of forecasters: a level that does not change
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,23 +67,12 @@ def least_factor(expected: Sequence[float], came: Sequence[float], share: float)
     return float("inf")
 
 
-def level_for(values: Sequence[float], share: float) -> float:
-    """The least level that serves ``share`` of ``values``: sum(min(value, level)) = share * sum(values)."""
-    missing, left = share * sum(values), len(values)
-    for value in sorted(values):
-        if value * left >= missing:
-            return missing / left
-        missing -= value
-        left -= 1
-    return 0.0
-
-
 class Judged:
     """Asks the cheapest of several forecasters.
 
     Attributes:
         chosen: its name.
-        factor: on its forecasts; the level itself, where that is fixed.
+        factor: on its forecasts.
         changes: how often another was chosen.
     """
 
@@ -119,7 +106,7 @@ class Judged:
 
     def next_value(self, steps: int = 1) -> float | None:
         self._steps = max(self._steps, steps)
-        value = 1.0 if self.chosen == FIXED else self._known[self.chosen].next_value(steps)
+        value = self._known[self.chosen].next_value(steps)
         if value is None or self._without > self.knobs.first:
             return None if value is None else 0.0
         return value * self.factor
@@ -142,11 +129,8 @@ class Judged:
             expected = [forecasts[place] for forecasts, _ in self._pairs]
             factors[name] = max(least_factor(expected, came, knobs.served), 1 / knobs.bound)
             prices[name] = factors[name] * sum(expected)
-        factors = {name: min(factor, knobs.bound) for name, factor in factors.items()}
-        factors[FIXED] = level_for(came, knobs.served)
-        prices[FIXED] = factors[FIXED] * len(came)
         cheapest = min(prices, key=lambda name: prices[name])
         if prices[cheapest] < (1 - knobs.margin) * prices[self.chosen]:
             self.chosen = cheapest
             self.changes += 1
-        self.factor = factors[self.chosen]
+        self.factor = min(factors[self.chosen], knobs.bound)

@@ -175,8 +175,8 @@ class LivePolicy:
         self.profile_name, self.profile = profile, f"{profile} x {time_scale:g}"
         self.kv_bytes_per_token = steps.kv_bytes_per_token
         if self._record_file is not None:
-            header = header_of(knobs.policy, profile, time_scale, setup)
-            header.clock_start_s, header.engine = self._clock_start_s, description.engine
+            header = header_of(knobs.policy, profile, time_scale, setup, description.engine)
+            header.clock_start_s = self._clock_start_s
             self.recorder = DecisionRecorder(self._record_file, header, self._fleet)
         policy = build(knobs.policy, setup)
         self.roles = policy.roles
