@@ -89,13 +89,12 @@ def check_port(host: str, port: str) -> None:
 
 @cache
 def known_flags() -> frozenset[str]:
-    """Flags of a server as the sources of SGLang and its plugins have them; empty where one cannot be read."""
-    plugins = [
-        path
-        for point in entry_points(group="sglang.srt.plugins")
-        for folder in _folders(point.module.partition(".")[0])
-        for path in folder.rglob("*.py")
-    ]
+    """Flags of a server as the sources of SGLang and of others' plugins have them; empty where one cannot be read.
+
+    Ours are declared, and our sources name many that are no server's."""
+    modules = {point.module.partition(".")[0] for point in entry_points(group="sglang.srt.plugins")}
+    others = modules - {__name__.partition(".")[0]}
+    plugins = [path for module in others for folder in _folders(module) for path in folder.rglob("*.py")]
     try:
         of_plugins = {flag for path in plugins for flag in FLAG.findall(path.read_text(encoding="utf-8"))}
         of_sglang = flags_of_sglang()

@@ -186,13 +186,13 @@ class Planned(Row):
     """What a planner saw and wanted since the last such line: parts of a ``PlanLog``, its times in device seconds.
 
     Attributes:
-        plans: time, instances there would be, and figure -> load and forecast.
+        plans: time, instances there would be, and figure -> load, forecast, and whose that is.
         fleet: time, instances that are ready, starting and draining, and GPU-hours so far, of wall time.
         starts: ordered, ended, outcome.
     """
 
     now_s: float
-    plans: tuple[tuple[float, int, dict[str, tuple[float | None, float | None]]], ...] = ()
+    plans: tuple[tuple[float, int, dict[str, tuple[float | None, float | None, str | None]]], ...] = ()
     fleet: tuple[tuple[float, int, int, int, float], ...] = ()
     starts: tuple[tuple[float, float, str], ...] = ()
 

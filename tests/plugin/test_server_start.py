@@ -41,6 +41,7 @@ except SystemExit as end:
             "--pla-boundary 'abc' is not a whole number; allowed: 1 to 1048576 tokens, or 'auto'",
         ),
         (["--prefill-disagg", "both"], "--prefill-disagg 'both' is not known; allowed: off, temporal, spatial, dopd"),
+        (["--worker", "http://h:1"], "unknown argument '--worker'; did you mean '--mm-io-worker-num'?"),  # a router's
         (["--prefil-disagg", "temporal"], "unknown argument '--prefil-disagg'; did you mean '--prefill-disagg'?"),
         (
             ["--chunked-prefil-size=8"],

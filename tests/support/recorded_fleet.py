@@ -52,7 +52,7 @@ def record_run(path: Path, time_scale: float = 1.0) -> None:
             recorder.write_fact(rows.WorkerChanged(now_s, 1, "suspect", "health"))
             fleet.set_state(views[1], InstanceState.DRAINING)
         if number == 35:
-            look = {"requests": (5.0, 8.0)}
+            look = {"requests": (5.0, 8.0, "peak")}
             recorder.write_fact(
                 rows.Planned(now_s, ((now_s, 4, look),), ((now_s, 3, 0, 0, 0.5),), ((now_s - 2.0, now_s, "ready"),))
             )

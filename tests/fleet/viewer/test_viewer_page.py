@@ -134,7 +134,7 @@ def test_a_recording_says_which_targets_were_met(recording: Path) -> None:
 
 def test_a_recording_shows_the_plans(recording: Path) -> None:
     plan = make_document(recording)["plan"]
-    assert plan["plans"] == [[117.5, 4, {"requests": {"load": 5.0, "forecast": 8.0}}]]
+    assert plan["plans"] == [[117.5, 4, {"requests": {"load": 5.0, "forecast": 8.0, "by": "peak"}}]]
     assert (plan["fleet"], plan["starts"]) == ([[117.5, 3, 0, 0, 0.5]], [[115.5, 117.5, "ready"]])
 
 

@@ -150,8 +150,8 @@ def _those_after(last: Kept | None, kept: Sequence[Kept]) -> list[Kept]:
     return list(itertools.takewhile(lambda one: one is not last, reversed(kept)))[::-1]
 
 
-def _plain_look(plan: Plan) -> dict[str, tuple[float | None, float | None]]:
-    return {figure: (values.load, values.forecast) for figure, values in plan.look.items()}
+def _plain_look(plan: Plan) -> dict[str, tuple[float | None, float | None, str | None]]:
+    return {figure: (values.load, values.forecast, values.by) for figure, values in plan.look.items()}
 
 
 def note_move(record: RequestRecord, now_s: float, *, history: FleetHistory, policy: LivePolicy) -> None:

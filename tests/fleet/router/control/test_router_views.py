@@ -41,7 +41,6 @@ def test_good_addresses(url: str, address: Address) -> None:
 
 BAD_URLS = [
     "h:80",
-    "https://h:80",
     "http://h",
     "http://h:0",
     "http://h:80/x",
