@@ -234,6 +234,12 @@ def list_lacking(findings: dict[str, Diagnosis], command: str | None) -> list[st
     ]
 
 
+def describe_unneeded(findings: dict[str, Diagnosis]) -> str:
+    """What is lacking where nothing that is asked for needs it."""
+    names = [name for name, finding in findings.items() if finding.status is Status.LACKING]
+    return f"; lacking, for what needs it: {', '.join(names)}" if names else ": all that is looked at works"
+
+
 def print_table(findings: dict[str, Diagnosis]) -> None:
     """With rich where it is installed; the extra of the router does not bring it."""
     if util.find_spec("rich") is None:
@@ -327,7 +333,7 @@ def run_command(argv: Sequence[str] | None) -> int:
         return EXIT_FAULTS if lacks else 0
     print_table(findings)
     where = f" for {config.command}" if config.command else ""
-    print(f"not in order{where}: {', '.join(lacks)}" if lacks else f"all in order{where}")
+    print(f"not in order{where}: {', '.join(lacks)}" if lacks else f"in order{where}{describe_unneeded(findings)}")
     return EXIT_FAULTS if lacks else 0
 
 

@@ -150,7 +150,9 @@ def test_the_exit_status_says_whether_all_is_in_order(
         assert answer["checks"][row] == {"status": status.value, "detail": "bad", "remedy": "mend it"}
     else:
         assert "mend it" in out
-        assert out.splitlines()[-1].startswith("not in order" if lacks else "all in order")
+        last = out.splitlines()[-1]
+        assert last.startswith("not in order" if lacks else "in order")
+        assert row in last, "also where nothing that is asked for needs it"
 
 
 def test_rows_that_commands_need_exist(monkeypatch: pytest.MonkeyPatch) -> None:
