@@ -4,8 +4,9 @@
     python -m bench gpu --device cpu --out /tmp/out             the script proven on the demo model
 
 (a) step time by (tokens, requests, history) for eager, breakable, full, ours-varlen, ours-grid, with capture seconds
-and bytes; (b) PLA-Serve Fig. 6 in small; (c) hol; (d) kernels against their alternatives; (e) a timing profile for the
-emulator; (f) decodes that ride in prefill passes. Weights are random and the same in every server. Parts run in the
+and bytes; (b) short chats, with answers of one token (PLA-Serve Fig. 6 in small) and longer ones; (c) hol; (d) kernels
+against their alternatives; (e) a timing profile for the emulator; (f) decodes that join prefill passes; (g) requests
+that move between two engines. Weights are random and the same in every server. Parts run in the
 order of their worth; ``results.json`` and the pictures are written anew after each.
 """
 
@@ -30,9 +31,17 @@ from pla_sglang.common.errors import ConfigError
 
 PACKAGES = ("sglang", "torch", "triton", "flashinfer-python", "sglang-kernel", "pla-sglang")
 LEAST_S = 15.0  # with less left, no part is started
-# Seconds of a part: on a GPU, where a server takes 25 to 60 s to start, and in the reduced form. On a slow host the
-# first two parts have all of the seven minutes: three arms of fig6, and one round of hol.
-LIMITS_S = {"fig6": 200, "hol": 220, "mixed": 60, "steps": 60, "kernels": 40, "profile": 90}
+# Seconds of a part: on a GPU, where a server takes 25 to 60 s to start, and in the reduced form.
+LIMITS_S = {
+    "chats": 240,
+    "answers": 150,
+    "hol": 220,
+    "moves": 150,
+    "mixed": 60,
+    "steps": 60,
+    "kernels": 40,
+    "profile": 90,
+}
 CPU_LIMIT_S = 240
 SECTIONS = tuple(LIMITS_S)
 
@@ -57,14 +66,17 @@ def list_parts(args: argparse.Namespace) -> list[Part]:
     on_gpu = ["--server-flags", "--load-format dummy --dtype bfloat16", "--arms", f"{STOCK},{OURS},{RIDE}"]
     hol += on_gpu if device == "cuda" else ["--quick"]
     served = {"model": models[first], "device": device}
+    load = {} if device == "cuda" else {"rounds": 1, "seconds": 2.0, "arms": ["stock", "ours"], "clients": [1, 4]}
     dataset = {"dataset": str(args.dataset)} if args.dataset else {}
     parts = [
-        make_part("fig6", "served.measure_fig6", **served, **dataset),
+        make_part("chats", "chats.measure", answer_tokens=1, **served, **dataset, **load),
         Part("hol", tuple(hol), limit_s["hol"], out / "hol.json"),
+        make_part("answers", "chats.measure", answer_tokens=64, **served, **dataset, **load),
+        make_part("moves", "moves.measure", **served),
         make_part("mixed", "mixed.measure", **served),
         *steps[: len(ARMS[device])],
         make_part("kernels", "kernels.measure"),
-        make_part("profile", "served.fit_profile", f"profile.{first}", size=first, **served),
+        make_part("profile", "chats.fit_profile", f"profile.{first}", size=first, **served),
         *steps[len(ARMS[device]) :],
     ]
     return [part for part in parts if part.section in args.parts]
@@ -101,8 +113,9 @@ def write(result: dict[str, Any], out: Path) -> None:
         arms = {name: arm for name, arm in of_size.items() if name != "summary"}
         of_size["summary"] = summarise(arms)
         plot_steps(arms, out / f"steps.{size}.png", size)
-    if arms := result["fig6"].get("arms"):
-        plot_fig6(arms, out / "fig6.png")
+    for section in ("chats", "answers"):
+        if compared := result[section].get("compared"):
+            plot_chats(compared, out / f"{section}.png")
     plot_kernels(result["kernels"], out / "kernels.png")
     write_result(result, out / "results.json")
 
@@ -178,16 +191,16 @@ def plot_steps(steps: Mapping[str, Any], path: Path, size: str) -> None:
             panel.set_ylabel("one prefill pass, ms (median)")
 
 
-def plot_fig6(arms: Mapping[str, Any], path: Path) -> None:
-    labels = {"rps": "requests/s", "mean_ms": "mean latency, ms", "p90_ms": "P90 latency, ms"}
+def plot_chats(compared: Mapping[str, Mapping[str, Any]], path: Path) -> None:
+    labels = {"rps": "requests/s", "ttft_p50_ms": "TTFT p50, ms", "ttft_p90_ms": "TTFT P90, ms"}
+    clients = [int(level) for level in compared]
     with panels(path, len(labels), size=(12, 3.8)) as grid:
         for panel, (key, label) in zip(grid, labels.items(), strict=True):
-            for colour, (arm, of_arm) in zip(COLOURS, arms.items(), strict=False):
-                by_clients = of_arm["concurrency"]
-                values = [figures[key] for figures in by_clients.values()]
-                panel.plot([int(clients) for clients in by_clients], values, "o-", color=colour, label=arm)
+            for colour, arm in zip(COLOURS, next(iter(compared.values())), strict=False):
+                values = [by_arm[arm].get(key) for by_arm in compared.values()]
+                panel.plot(clients, values, "o-", color=colour, label=arm)
             panel.set_xscale("log", base=2)
-            panel.set(xlabel="concurrency", ylabel=label)
+            panel.set(xlabel="clients", ylabel=label)
 
 
 def plot_kernels(kernels: Mapping[str, Any], path: Path) -> None:

@@ -416,7 +416,7 @@ def test_decide(case: Case) -> None:
 
 def test_every_reason_is_in_the_table() -> None:
     # baseline orders, DOPD's batching, AWD with captured graphs (tests/policy/buckets)
-    of_other_policies = {Reason.ORDER, Reason.QUEUE_END, Reason.WAIT_FOR_SLOT, Reason.BUCKET}
+    of_other_policies = {Reason.ORDER, Reason.QUEUE_END, Reason.BUCKET}
     assert {case.reason for case in CASES} == set(Reason) - of_other_policies
 
 

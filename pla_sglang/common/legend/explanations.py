@@ -105,7 +105,6 @@ ENGINE: Mapping[str, str] = {
     "decode_turn": "No prefill: running requests have waited long enough for their next token.",
     "token_deadline": "No prefill: running requests decode now, or their next token would be late.",
     "wait_for_depth": "No prefill yet: waiting for a fuller batch pays.",
-    "wait_for_slot": "No prefill yet: one more request would fill the slots of a captured graph.",
     "kv_drain": "No prefill: a long prompt needs KV memory that running requests will free.",
     "reserve": "No prefill: only requests wait that miss their target; memory and decode time are kept for others.",
     "kv_headroom": "No prefill: starting the long prompt would leave no KV memory for expected short ones.",

@@ -71,7 +71,6 @@ class Reason(enum.Enum):
     DECODE_TURN = "decode_turn"  # running requests have waited long enough for their next token
     TOKEN_DEADLINE = "token_deadline"  # they decode now, or their next token would be late
     WAIT_FOR_DEPTH = "wait_for_depth"  # waiting pays, the expected gain is stated
-    WAIT_FOR_SLOT = "wait_for_slot"  # as above, for the one request that fills a captured graph's slots
     KV_DRAIN = "kv_drain"  # an aged long, or the chunk under way, needs KV cache that running requests will free
     KV_HEADROOM = "kv_headroom"  # starting the long would leave no KV cache for expected short prompts
     RESERVE = "reserve"  # only infeasible requests wait, and would take KV cache or decode time of those to come

@@ -22,8 +22,7 @@ One rule is added: waiting must have a gain. With B waiting and the next arrival
 now costs the B their step and the new request the rest of that step plus its own; waiting costs all the wait and one
 fuller step. Unless the difference is positive, the batch is dispatched (reason NO_GAIN). W_min > 0 overrides this.
 
-With a layout of captured graphs (``AwdKnobs.layout``) a batch costs what its bucket costs, a full batch ends where a
-bucket ends, and a batch that is one short of filling its request slots may wait for that one (WAIT_FOR_SLOT).
+With a layout of captured graphs (``AwdKnobs.layout``) a batch costs what its bucket costs.
 """
 
 from __future__ import annotations
@@ -35,13 +34,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pla_sglang.common.checks import Range, check_fields, knob, require_order
 from pla_sglang.policy.common.step_model import StepModel
 from pla_sglang.policy.interface.prefill import Reason, WaitingView
-from pla_sglang.policy.pla.graphs.batching import (
-    GROUPED_VIEWS,
-    bucket_first,
-    computed_tokens,
-    fitting_prefix,
-    one_fills,
-)
+from pla_sglang.policy.pla.graphs.batching import GROUPED_VIEWS, bucket_first, computed_tokens
 from pla_sglang.policy.pla.graphs.layouts import Layout
 
 
@@ -83,7 +76,7 @@ class BatchChoice:
     Attributes:
         batch: the requests, in host order.
         due: dispatch now.
-        reason: why, or WAIT_FOR_DEPTH, or WAIT_FOR_SLOT.
+        reason: why, or WAIT_FOR_DEPTH.
         release_s: with ``due`` False, the end of the window.
         gain_s: with ``due`` False, request-seconds that waiting is expected to save.
     """
@@ -132,16 +125,13 @@ class Awd:
         layout = self.knobs.layout
         candidates = self._candidates(short_prompts, now_s, model)
         batch, full = take_batch(candidates, budget_tokens, min(slots, self.knobs.depth_max))
-        if full and layout is not None:
-            batch = batch[: fitting_prefix(layout, _lengths(batch))]
         step_s = batch_step_s(batch, model, layout=layout)
         oldest_s = min(view.arrival_s for view in batch)
         if any(view.resumed for view in batch):
             return BatchChoice(batch, True, Reason.RESUMED)
         if full:
             return BatchChoice(batch, True, Reason.TOKENS)
-        fills = layout is not None and len(batch) < slots and one_fills(layout, _lengths(batch))
-        if len(batch) >= self.depth and not fills:
+        if len(batch) >= self.depth:
             return BatchChoice(batch, True, Reason.DEPTH)
         slack_s = least_slack_s(batch, now_s, step_s)
         if slack_s is not None and slack_s <= max(self.knobs.slack_s, self.knobs.margin_s):
@@ -154,10 +144,8 @@ class Awd:
             return BatchChoice(batch, True, Reason.NO_GAIN)
         if now_s >= (end_s := oldest_s + self._longest_wait_s(rate_per_s)):
             return BatchChoice(batch, True, Reason.WINDOW)
-        missing = 1 if fills else max(0, self.depth - len(batch))
-        release_s = min(end_s, now_s + self._window_s(missing, slack_s, rate_per_s))
-        reason = Reason.WAIT_FOR_SLOT if fills else Reason.WAIT_FOR_DEPTH
-        return BatchChoice(batch, False, reason, release_s=release_s, gain_s=gain_s)
+        release_s = min(end_s, now_s + self._window_s(self.depth - len(batch), slack_s, rate_per_s))
+        return BatchChoice(batch, False, Reason.WAIT_FOR_DEPTH, release_s=release_s, gain_s=gain_s)
 
     def _candidates(
         self, short_prompts: Sequence[WaitingView], now_s: float, model: StepModel

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pla_sglang.common.errors import ConfigError
-from pla_sglang.policy.pla.graphs.batching import LEAST_KEPT, computed_tokens, fitting_prefix, one_fills
+from pla_sglang.policy.pla.graphs.batching import computed_tokens
 from pla_sglang.policy.pla.graphs.choose import LayoutKnobs, build_layout
 from pla_sglang.policy.pla.graphs.eviction import CachedGraph, SharedBytes, total_bytes, victims
 from pla_sglang.policy.pla.graphs.expect import BatchPrior, expected_hits
@@ -298,48 +298,7 @@ def test_attention_buffers_count_once_for_each_number_of_slots_in_use() -> None:
     assert victims(held, new(1, bucket=Bucket(256, 16, 128)), shared, 1600) is None
 
 
-# -- batches that fit --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("lengths", "kept"),
-    [
-        ([30, 30, 4], 3),  # 64 of 64
-        ([60, 60, 9], 2),  # 129 of 256, or 120 of 128
-        ([60, 60, 60], 3),  # cutting one off would take a third of the batch
-        ([9], 1),
-        ([100, 100, 56, 20], 3),  # 276 fit no shape, 256 fill one
-        ([100, 100, 100, 100], 4),  # nothing near fits
-    ],
-)
-def test_a_full_batch_ends_where_a_bucket_ends(lengths: list[int], kept: int) -> None:
-    assert fitting_prefix(LAYOUT, lengths) == kept
-
-
-@given(st.lists(st.integers(1, 128), min_size=1, max_size=20))
-def test_what_is_kept_is_never_padded_more(lengths: list[int]) -> None:
-    kept = fitting_prefix(LAYOUT, lengths)
-    assert 1 <= kept <= len(lengths)
-    assert sum(lengths[:kept]) >= LEAST_KEPT * sum(lengths)
-    whole, cut = LAYOUT.nearest(lengths), LAYOUT.nearest(lengths[:kept])
-    if whole is not None:
-        assert cut is not None
-        assert cut.tokens / sum(lengths[:kept]) <= whole.tokens / sum(lengths)
-
-
-@pytest.mark.parametrize(
-    ("lengths", "fills"),
-    [
-        ([8] * 3, True),
-        ([10] * 2, False),
-        ([10] * 4, False),
-        ([20] * 3, False),  # the fourth would need the next token bucket
-        ([10] * 15, True),
-        ([], False),
-    ],
-)
-def test_one_more_fills_the_slots(lengths: list[int], fills: bool) -> None:
-    assert one_fills(LAYOUT, lengths) is fills
+# -- what a batch costs ----------------------------------------------------------------------------------------------
 
 
 def test_computed_tokens() -> None:
