@@ -10,14 +10,16 @@ after each round. In the end SGLang's profiler records some passes of each arm.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 import itertools
 import json
 import random
+import statistics
 import sys
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +61,7 @@ LOADS: dict[int, tuple[tuple[str, ...], tuple[int, ...]]] = {
 CHUNK_TOKENS = {"cuda": 8192, "cpu": 1024}
 KV_TOKENS = {"cuda": 200_000, "cpu": 20_000}
 SETTLE_S = 1.0
+COUNTS = ("requests", "failed")  # figures that are not compared
 TURNS = 8
 LONGEST_TOKENS = 255  # of a message: short
 HISTORY_TOKENS = {"cuda": 128, "cpu": 8}  # that the decode side would have added, where an answer is one token
@@ -70,6 +73,7 @@ PROFILE_POINTS: dict[str, list[str]] = {
     "cpu": ["--prefill-tokens", "16,64,128,256,512", "--decode-batches", "1,4", "--decode-contexts", "64,256"],
 }
 MakePrompts = Callable[[int], Sequence[list[int]]]
+Runs = dict[str, dict[str, list[dict[str, Any]]]]  # figures of each round, by clients and arm
 
 
 def make_server(model: str, device: str, *flags: str, stock: bool) -> Server:
@@ -132,10 +136,16 @@ async def send_load(
     return outcomes
 
 
-def figures(outcomes: Sequence[Outcome], seconds: float) -> dict[str, Any]:
-    """Of requests that ended within ``seconds``, once it has settled; ``failed`` counts all that did not end well."""
+def figures(outcomes: Sequence[Outcome], seconds: float, clients: int) -> dict[str, Any]:
+    """Of requests that ended within ``seconds``, once it has settled; ``failed`` counts all that did not end well.
+
+    Requests/s are clients over mean latency, as nobody thinks between two turns. What has ended within the time would
+    depend on where it cuts the waves in which the clients come.
+    """
     ended = [outcome for outcome in outcomes if outcome.ok and outcome.done_s and 0 <= outcome.done_s < seconds]
-    found: dict[str, Any] = {"rps": round(len(ended) / seconds, 2), "failed": sum(not o.ok for o in outcomes)}
+    found: dict[str, Any] = {"requests": len(ended), "failed": sum(not outcome.ok for outcome in outcomes)}
+    if ended:
+        found["rps"] = round(clients / statistics.fmean(outcome.e2e_s for outcome in ended), 2)
     for name, values in (("ttft", [o.ttft_s for o in ended]), ("tpot", [o.tpot_s for o in ended])):
         known_ms = [value_s * 1e3 for value_s in values if value_s is not None]
         if known_ms:
@@ -148,7 +158,7 @@ def compare(rounds: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any]
     stock = rounds["stock"]
     by_arm: dict[str, Any] = {}
     for arm, rows in rounds.items():
-        keys = [key for key in rows[0] if key != "failed" and all(key in row for row in (*rows, *stock))]
+        keys = [key for key in rows[0] if key not in COUNTS and all(key in row for row in (*rows, *stock))]
         of_arm = {key: round(spread([row[key] for row in rows]).median, 2) for key in keys}
         of_arm["failed"] = sum(row["failed"] for row in rows)
         if arm != "stock":
@@ -181,57 +191,90 @@ def make_predictor(model: str, path: Path) -> None:
     save_predictor(path, LengthMlp(hidden_size), facts)
 
 
+@dataclasses.dataclass(frozen=True)
+class Turns:
+    """``arms`` take turns: ``rounds`` times, at each number of ``clients``, each under ``seconds`` of load."""
+
+    arms: Sequence[str]
+    clients: Sequence[int]
+    rounds: int = 3
+    seconds: float = 3.0
+
+
+def choose_prompts(
+    model: str, device: str, answer_tokens: int, clients: int, dataset: str | None
+) -> tuple[MakePrompts, str]:
+    """What each client asks, and a word on its lengths. ``dataset``: file of conversations; None: LMSYS-like lengths,
+    shorts only."""
+    path = Path(dataset) if dataset else None
+    lengths = lengths_label(path, Path(model), "LMSYS-like, drawn from published shares")
+    if path:
+        return functools.partial(recorded_prompts, Dataset(path, Path(model)).read_talks(8 * clients)), lengths
+    history_tokens = answer_tokens if answer_tokens > 1 else HISTORY_TOKENS[device]
+    return functools.partial(make_sessions, SEED, answer_tokens=history_tokens), lengths
+
+
 def measure(
     model: str,
     device: str,
     out: str,
     answer_tokens: int,
-    rounds: int = 3,
-    seconds: float = 3.0,
-    arms: Sequence[str] | None = None,
-    clients: Sequence[int] | None = None,
+    turns: Mapping[str, Any] | None = None,
     dataset: str | None = None,
 ) -> None:
-    """``dataset``: file of conversations; None: LMSYS-like lengths, shorts only."""
-    arms, levels = arms or LOADS[answer_tokens][0], clients or LOADS[answer_tokens][1]
-    path = dataset and Path(dataset)
-    history_tokens = answer_tokens if answer_tokens > 1 else HISTORY_TOKENS[device]
-    make_prompts: MakePrompts = functools.partial(make_sessions, SEED, answer_tokens=history_tokens)
-    if path:
-        make_prompts = functools.partial(recorded_prompts, Dataset(path, Path(model)).read_talks(8 * max(levels)))
-    lengths = lengths_label(path or None, Path(model), "LMSYS-like, drawn from published shares")
-    result: dict[str, Any] = {"lengths": lengths, "answer_tokens": answer_tokens, "load_s": seconds, "completed": False}
-    made = {
-        arm: make_server(model, device, *flags_of(arm, model, device), stock=arm.startswith("stock")) for arm in arms
-    }
-    runs: dict[str, dict[str, list[dict[str, Any]]]] = {str(level): {arm: [] for arm in arms} for level in levels}
+    """``turns``: fields of ``Turns`` in place of ``LOADS``'s."""
+    arms, clients = LOADS[answer_tokens]
+    plan = Turns(**{"arms": arms, "clients": clients} | dict(turns or {}))
+    make_prompts, lengths = choose_prompts(model, device, answer_tokens, max(plan.clients), dataset)
+    result: dict[str, Any] = {"lengths": lengths, "answer_tokens": answer_tokens, "load_s": plan.seconds}
+    result["completed"] = False
+    flags = {arm: flags_of(arm, model, device) for arm in plan.arms}
+    made = {arm: make_server(model, device, *flags[arm], stock=arm.startswith("stock")) for arm in plan.arms}
+
+    def send(arm: str, clients: int, seconds: float = plan.seconds) -> list[Outcome]:
+        return asyncio.run(send_load(made[arm].url, clients, seconds, make_prompts, answer_tokens))
+
     with running(*made.values()):
         result["start_s"] = {arm: round(server.start_time_s or 0.0, 1) for arm, server in made.items()}
-        for server in made.values():
-            for level in (1, levels[-1]):  # to warm up
-                asyncio.run(send_load(server.url, level, seconds / 2, make_prompts, answer_tokens))
-        for number in range(rounds):
-            turns = [*arms[number % len(arms) :], *arms[: number % len(arms)]]
-            for level, arm in itertools.product(levels, turns):
-                outcomes = asyncio.run(send_load(made[arm].url, level, seconds, make_prompts, answer_tokens))
-                runs[str(level)][arm].append(figures(outcomes, seconds))
-                print(f"  {level:3} clients, {arm}: {runs[str(level)][arm][-1]}", file=sys.stderr, flush=True)
-            result["rounds"] = runs
-            result["compared"] = {level: compare(of_level) for level, of_level in runs.items()}
+        for arm, clients in itertools.product(plan.arms, (1, plan.clients[-1])):
+            send(arm, clients, 0.5)  # to warm up
+        for runs in take_turns(plan, send):
+            result |= {"rounds": runs, "compared": {level: compare(of_level) for level, of_level in runs.items()}}
             write_result(result, out)
-        result["device"] = {}
-        for level, arm in itertools.product([level for level in levels if level in PROFILED_CLIENTS], arms):
-            with Recording(made[arm], device, passes=PROFILED_PASSES) as recording:
-                outcomes = asyncio.run(send_load(made[arm].url, level, seconds, make_prompts, answer_tokens))
-            found = result["device"].setdefault(str(level), {})[arm] = recording.found | figures(outcomes, seconds)
-            print(f"  {level:3} clients, {arm}: {found}", file=sys.stderr, flush=True)
-            write_result(result, out)
+        result["device"] = record_devices(plan, made, device, send)
         states = {arm: server.get("/server_info")["internal_states"][0] for arm, server in made.items()}
         result["states"] = {
             arm: {key: value for key, value in state.items() if key.startswith("pla")} for arm, state in states.items()
         }
     result["completed"] = True
     write_result(result, out)
+
+
+def take_turns(plan: Turns, send: Callable[[str, int], list[Outcome]]) -> Iterator[Runs]:
+    """All figures so far, after each round. Each round begins with another arm."""
+    runs: Runs = {str(clients): {arm: [] for arm in plan.arms} for clients in plan.clients}
+    for number in range(plan.rounds):
+        first = number % len(plan.arms)
+        order = [*plan.arms[first:], *plan.arms[:first]]
+        for clients, arm in itertools.product(plan.clients, order):
+            rows = runs[str(clients)][arm]
+            rows.append(figures(send(arm, clients), plan.seconds, clients))
+            print(f"  {clients:3} clients, {arm}: {rows[-1]}", file=sys.stderr, flush=True)
+        yield runs
+
+
+def record_devices(
+    plan: Turns, made: Mapping[str, Server], device: str, send: Callable[[str, int], list[Outcome]]
+) -> dict[str, Any]:
+    """By clients and arm what the device did, and the figures of that load: recording slows the host down."""
+    found: dict[str, Any] = {}
+    for clients, arm in itertools.product([one for one in plan.clients if one in PROFILED_CLIENTS], plan.arms):
+        with Recording(made[arm], device, passes=PROFILED_PASSES) as recording:
+            outcomes = send(arm, clients)
+        row = recording.found | figures(outcomes, plan.seconds, clients)
+        found.setdefault(str(clients), {})[arm] = row
+        print(f"  {clients:3} clients, {arm}: {row}", file=sys.stderr, flush=True)
+    return found
 
 
 def fit_profile(model: str, size: str, device: str, out: str) -> int:

@@ -66,7 +66,8 @@ def list_parts(args: argparse.Namespace) -> list[Part]:
     on_gpu = ["--server-flags", "--load-format dummy --dtype bfloat16", "--arms", f"{STOCK},{OURS},{RIDE}"]
     hol += on_gpu if device == "cuda" else ["--quick"]
     served = {"model": models[first], "device": device}
-    load = {} if device == "cuda" else {"rounds": 1, "seconds": 2.0, "arms": ["stock", "ours"], "clients": [1, 4]}
+    fewer = {"rounds": 1, "seconds": 2.0, "arms": ["stock", "ours"], "clients": [1, 4]}
+    load = {"turns": None if device == "cuda" else fewer}
     dataset = {"dataset": str(args.dataset)} if args.dataset else {}
     parts = [
         make_part("chats", "chats.measure", answer_tokens=1, **served, **dataset, **load),

@@ -14,11 +14,12 @@ import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
 
+from bench.gpu import chats, device_time, moves, steps
 from bench.gpu import gpu as run
-from bench.gpu import served, steps
 from bench.gpu.models import SIZES, make_model
 from bench.gpu.parts import Part, run_part
 from bench.harness.catalogue import BENCHES
+from bench.harness.load_client import Outcome, Request
 from bench.harness.talks import load_tokenizer
 
 
@@ -121,10 +122,10 @@ def test_parts_come_in_the_order_of_their_worth(tmp_path: Path) -> None:
         device="cuda", sizes=["7b", "14b"], parts=list(run.SECTIONS), out=tmp_path, dataset=None
     )
     titles = [part.title for part in run.list_parts(args)]
-    assert titles[:3] == ["fig6", "hol", "mixed"]
-    assert titles[3:8] == [f"steps 7b {arm}" for arm in steps.ARMS["cuda"]]
-    assert titles[8:10] == ["kernels", "profile"]
-    assert titles[10:] == [f"steps 14b {arm}" for arm in steps.ARMS["cuda"]]
+    assert titles[:5] == ["chats", "hol", "answers", "moves", "mixed"]
+    assert titles[5:10] == [f"steps 7b {arm}" for arm in steps.ARMS["cuda"]]
+    assert titles[10:12] == ["kernels", "profile"]
+    assert titles[12:] == [f"steps 14b {arm}" for arm in steps.ARMS["cuda"]]
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -153,13 +154,13 @@ def test_the_shape_that_was_promised() -> None:
 
 
 def test_sessions_are_the_same_in_every_arm_and_only_grow() -> None:
-    prompts = served.make_sessions(0, 3, 8)
-    assert prompts == served.make_sessions(0, 3, 8)
-    assert prompts != served.make_sessions(0, 4, 8)
+    prompts = chats.make_sessions(0, 3, 8)
+    assert prompts == chats.make_sessions(0, 3, 8)
+    assert prompts != chats.make_sessions(0, 4, 8)
     for before, after in itertools.pairwise(prompts):
         if len(after) > len(before):
             assert after[: len(before)] == before
-            assert len(after) - len(before) <= served.LONGEST_TOKENS + 8
+            assert len(after) - len(before) <= chats.LONGEST_TOKENS + 8
 
 
 TALK = [("user", "one two three"), ("assistant", "four five"), ("user", "six"), ("assistant", "seven")]
@@ -178,32 +179,20 @@ def write_sharegpt(path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "write"), [("chat.parquet", write_lmsys), ("sharegpt.json", write_sharegpt)])
-def test_prompts_of_a_data_set_reach_the_servers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, write: Callable[[Path], None]
-) -> None:
+def test_prompts_of_a_data_set_reach_the_servers(tmp_path: Path, name: str, write: Callable[[Path], None]) -> None:
     """In the published schema, by the tokenizer of the model that is measured; turns keep their recorded lengths."""
     write(tmp_path / name)
-    flags = ("--dataset", str(tmp_path / name), "--sizes", "7b", "--parts", "fig6", "--out", str(tmp_path))
+    flags = ("--dataset", str(tmp_path / name), "--sizes", "7b", "--parts", "chats", "--out", str(tmp_path))
     [part] = run.list_parts(BENCHES["gpu"].parse(*flags))
     settings = json.loads(part.command[2])
-    seen: list[list[list[int]]] = []
-
-    def measure_arm(server: object, device: str, make_prompts: Callable[[int], list[list[int]]]) -> dict[str, Any]:
-        seen.append([list(prompt) for prompt in make_prompts(3)])
-        return {"concurrency": {"1": served.figures([0.1], 1.0)}, "graphs": None}
-
-    monkeypatch.setattr(served, "make_server", lambda *args, **kwargs: contextlib.nullcontext())
-    monkeypatch.setattr(served, "measure_arm", measure_arm)
-    assert part.command[1] == "served.measure_fig6"
-    served.measure_fig6(**settings)
-    encode = load_tokenizer(Path(settings["model"]))
+    model = settings["model"]
+    make_prompts, lengths = chats.choose_prompts(model, "cuda", settings["answer_tokens"], 64, settings["dataset"])
+    encode = load_tokenizer(Path(model))
     first, answer, later = (encode(TALK[at][1]) for at in range(3))
-    assert [len(prompt) for prompt in seen[0][:2]] == [len(first), len(first) + len(answer) + len(later)]
-    assert (seen[0][0], seen[0][1][-len(later) :]) == (first, later)
-    assert len(seen) == len(served.ARMS)
-    assert all(prompts == seen[0] for prompts in seen), "the same sessions in every arm"
-    result = json.loads(part.output.read_text(encoding="utf-8"))
-    assert result["lengths"].startswith(f"{name}, tokens of ")
+    prompts = [list(prompt) for prompt in make_prompts(3)]
+    assert [len(prompt) for prompt in prompts[:2]] == [len(first), len(first) + len(answer) + len(later)]
+    assert (prompts[0], prompts[1][-len(later) :]) == (first, later)
+    assert lengths.startswith(f"{name}, tokens of ")
 
 
 @pytest.mark.parametrize("bench", ["gpu", "chat", "spatial"])
@@ -213,9 +202,58 @@ def test_a_data_set_that_is_not_there_ends_the_start(bench: str, tmp_path: Path,
     assert capsys.readouterr().err.strip().endswith("none.parquet is not a file")
 
 
-def test_figures() -> None:
-    latencies_s = [index / 1000 for index in range(1, 11)]
-    assert served.figures(latencies_s, 5.0) == {"rps": 2.0, "mean_ms": 5.5, "p90_ms": 10.0, "requests": 10}
-    arms = {"stock": {"concurrency": {"4": served.figures(latencies_s, 5.0)}}}
-    arms["full"] = {"concurrency": {"4": served.figures([0.005] * 20, 5.0)}}
-    assert served.ratios(arms)["full"] == {"rps": 2.0, "mean": 0.9091, "p90": 0.5, "clients": 4}
+def ended(sent_s: float, first_s: float, done_s: float, tokens: int = 1, error: str | None = None) -> Outcome:
+    outcome = Outcome(Request("r", "chat", sent_s, (1,), tokens))
+    outcome.token_s, outcome.done_s, outcome.output_ids, outcome.error = [first_s], done_s, (7,) * tokens, error
+    return outcome
+
+
+def test_figures_are_of_what_ended_once_it_had_settled() -> None:
+    settling, late = ended(-0.5, -0.2, -0.1), ended(4.0, 5.5, 5.6)
+    outcomes = [settling, ended(0.0, 0.1, 0.1), ended(1.0, 1.3, 1.3), late, ended(2.0, 2.1, 2.1, error="aborted")]
+    found = chats.figures(outcomes, 5.0, clients=4)
+    assert (found["requests"], found["failed"], found["ttft_p50_ms"]) == (2, 1, 200.0)
+    assert found["rps"] == 20.0, "four clients, 0.2 s each"
+    assert "tpot_p50_ms" not in found
+    assert chats.figures([settling], 5.0, clients=4) == {"requests": 0, "failed": 0}
+
+
+def test_ratios_are_taken_within_a_round() -> None:
+    rounds = {"stock": [{"rps": 10.0, "failed": 0}, {"rps": 40.0, "failed": 0}]}
+    rounds["ours"] = [{"rps": 12.0, "failed": 0}, {"rps": 40.0, "failed": 1}]
+    assert chats.compare(rounds)["ours"] == {"rps": 26.0, "failed": 1, "rps_to_stock": [1.1, 1.0, 1.2]}
+
+
+def test_each_round_begins_with_another_arm() -> None:
+    sent: list[tuple[str, int]] = []
+
+    def send(arm: str, clients: int) -> list[Outcome]:
+        sent.append((arm, clients))
+        return [ended(0.0, 0.1, 0.1)]
+
+    [_, runs] = chats.take_turns(chats.Turns(("a", "b"), (1, 4), rounds=2, seconds=1.0), send)
+    assert sent == [("a", 1), ("b", 1), ("a", 4), ("b", 4), ("b", 1), ("a", 1), ("b", 4), ("a", 4)]
+    assert [row["rps"] for row in runs["4"]["b"]] == [40.0, 40.0]
+
+
+def test_a_trace_says_busy_and_idle_times() -> None:
+    def event(category: str, name: str, begin_us: float, taken_us: float) -> dict[str, Any]:
+        return {"ph": "X", "cat": category, "name": name, "ts": begin_us, "dur": taken_us}
+
+    kernels = [event("kernel", "gemm", 0, 100), event("kernel", "norm", 50, 100), event("gpu_memcpy", "copy", 450, 50)]
+    trace = {"traceEvents": [*kernels, event("cuda_runtime", "cudaGraphLaunch", 0, 5), {"ph": "M", "name": "x"}]}
+    found = device_time.describe_trace(trace, passes=2)
+    assert (found["span_us_a_pass"], found["busy_us_a_pass"], found["idle_us_a_pass"]) == (250.0, 100.0, 150.0)
+    assert (found["gaps_above_200_us"], found["calls_a_pass"]) == (1, {"cudaGraphLaunch": 0.5})
+    assert device_time.describe_trace({"traceEvents": []}, passes=2) == {"kernels": 0, "passes": 2}
+
+
+def test_a_move_is_judged_by_what_agrees_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone, moved = ended(0, 1, 2, tokens=20), ended(0, 1, 2, tokens=20)
+    moved.output_ids = (*alone.output_ids[:12], 8, *alone.output_ids[13:])
+    story = {"attempts": [{"delivered_tokens": 0}, {"delivered_tokens": 10}, {"delivered_tokens": 15}]}
+    monkeypatch.setattr(moves, "explain_request", lambda url, rid: story)
+    found = moves.agree_behind_moves([moved], [alone], "http://router")
+    assert found == {"moves_judged": 1, "differ_within_8_tokens": 1, "tokens_agreeing_behind_p50": 2}
+    assert moves.share_the_same([moved], [alone]) == {"same_prefix_share": 0.6, "whole": 0}
+    assert moves.share_the_same([alone], [alone]) == {"same_prefix_share": 1.0, "whole": 1}

@@ -155,14 +155,14 @@ def test_ages_are_not_remembered_beyond_a_change_of_knobs_or_model() -> None:
 @pytest.mark.parametrize(
     ("name", "tokens", "arrival_s", "changes", "expected"),
     [
-        ("half of the device for 0.4 s and the overhead of 8 %", 4000, 0.0, {}, 9.136),
-        ("counts from arrival", 4000, 3.0, {}, 12.136),
-        ("whole device", 4000, 0.0, {"share": 1.0}, 9.568),
-        ("a quarter of the device", 4000, 0.0, {"share": 0.25}, 8.272),
+        ("half of the device for 0.4 s and the overhead of 3 %", 4000, 0.0, {}, 9.176),
+        ("counts from arrival", 4000, 3.0, {}, 12.176),
+        ("whole device", 4000, 0.0, {"share": 1.0}, 9.588),
+        ("a quarter of the device", 4000, 0.0, {"share": 0.25}, 8.352),
         ("too long for the bound: aged at once", 100_000, 3.0, {}, 3.0),
         ("without chunking", 4000, 0.0, {"chunk_max_tokens": None}, 9.2),
         ("twenty times its own time", 4000, 3.0, {"stretch": 20.0}, 11.0),
-        ("the age bound is earlier than that", 6000, 0.0, {"stretch": 20.0}, 8.704),
+        ("the age bound is earlier than that", 6000, 0.0, {"stretch": 20.0}, 8.764),
     ],
 )
 def test_aged_at(name: str, tokens: int, arrival_s: float, changes: dict[str, Any], expected: float) -> None:
