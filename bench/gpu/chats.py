@@ -112,11 +112,16 @@ def make_sessions(seed: int, client: int, answer_tokens: int) -> Sequence[list[i
 
 
 async def send_load(
-    url: str, clients: int, seconds: float, make_prompts: MakePrompts, answer_tokens: int = 1
+    url: str,
+    clients: int,
+    seconds: float,
+    make_prompts: MakePrompts,
+    answer_tokens: int = 1,
+    settle_s: float = SETTLE_S,
 ) -> list[Outcome]:
-    """What became of all that was sent within ``SETTLE_S + seconds``; their times count from there, and are below 0
-    while it settles: all clients begin at once, and an engine that has emptied its cache asks the driver for memory."""
-    start_s, outcomes = time.perf_counter() + SETTLE_S, list[Outcome]()
+    """What became of all that was sent within ``settle_s + seconds``. Times count from the end of ``settle_s``: all
+    clients begin at once, and an engine that has emptied its cache asks the driver for memory."""
+    start_s, outcomes = time.perf_counter() + settle_s, list[Outcome]()
 
     async def run_client(http: Client, client: int) -> None:
         for number, prompt in enumerate(itertools.cycle(make_prompts(client))):
@@ -159,7 +164,7 @@ def compare(rounds: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any]
     by_arm: dict[str, Any] = {}
     for arm, rows in rounds.items():
         keys = [key for key in rows[0] if key not in COUNTS and all(key in row for row in (*rows, *stock))]
-        of_arm = {key: round(spread([row[key] for row in rows]).median, 2) for key in keys}
+        of_arm: dict[str, Any] = {key: round(spread([row[key] for row in rows]).median, 2) for key in keys}
         of_arm["failed"] = sum(row["failed"] for row in rows)
         if arm != "stock":
             for key in keys:
@@ -173,7 +178,7 @@ def compare(rounds: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any]
 def flags_of(arm: str, model: str, device: str) -> list[str]:
     flags = ["--chunked-prefill-size", str(CHUNK_TOKENS[device]), "--max-total-tokens", str(KV_TOKENS[device])]
     flags += [*ARMS[arm], *(["--mem-fraction-static", "0.9"] if device == "cuda" else [])]
-    if arm != "stock" and "off" not in ARMS[arm] and device == "cuda":
+    if not arm.startswith("stock") and "off" not in ARMS[arm] and device == "cuda":
         flags += ["--pla-graph-capture-budget-s", str(CAPTURE_BUDGET_S[device])]
     if arm == PREDICTS:
         path = Path(model).with_suffix(".predictor")
@@ -187,7 +192,7 @@ def make_predictor(model: str, path: Path) -> None:
     config = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
     hidden_size, dtype = config["hidden_size"], config.get("dtype") or config["torch_dtype"]
     torch.manual_seed(SEED)
-    facts = PredictorFacts(model, hidden_size, dtype, installed_version("sglang"), every_steps=20)
+    facts = PredictorFacts(model, hidden_size, dtype, str(installed_version("sglang")), every_steps=20)
     save_predictor(path, LengthMlp(hidden_size), facts)
 
 
@@ -223,8 +228,7 @@ def measure(
     dataset: str | None = None,
 ) -> None:
     """``turns``: fields of ``Turns`` in place of ``LOADS``'s."""
-    arms, clients = LOADS[answer_tokens]
-    plan = Turns(**{"arms": arms, "clients": clients} | dict(turns or {}))
+    plan = Turns(**dict(zip(("arms", "clients"), LOADS[answer_tokens], strict=True)) | dict(turns or {}))
     make_prompts, lengths = choose_prompts(model, device, answer_tokens, max(plan.clients), dataset)
     result: dict[str, Any] = {"lengths": lengths, "answer_tokens": answer_tokens, "load_s": plan.seconds}
     result["completed"] = False

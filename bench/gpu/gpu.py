@@ -67,12 +67,12 @@ def list_parts(args: argparse.Namespace) -> list[Part]:
     hol += on_gpu if device == "cuda" else ["--quick"]
     served = {"model": models[first], "device": device}
     fewer = {"rounds": 1, "seconds": 2.0, "arms": ["stock", "ours"], "clients": [1, 4]}
-    load = {"turns": None if device == "cuda" else fewer}
+    turns = None if device == "cuda" else fewer
     dataset = {"dataset": str(args.dataset)} if args.dataset else {}
     parts = [
-        make_part("chats", "chats.measure", answer_tokens=1, **served, **dataset, **load),
+        make_part("chats", "chats.measure", answer_tokens=1, turns=turns, **served, **dataset),
         Part("hol", tuple(hol), limit_s["hol"], out / "hol.json"),
-        make_part("answers", "chats.measure", answer_tokens=64, **served, **dataset, **load),
+        make_part("answers", "chats.measure", answer_tokens=64, turns=turns, **served, **dataset),
         make_part("moves", "moves.measure", **served),
         make_part("mixed", "mixed.measure", **served),
         *steps[: len(ARMS[device])],

@@ -17,18 +17,20 @@ from __future__ import annotations
 import argparse
 import asyncio
 import functools
+import statistics
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from bench.gpu.served import ANSWER_TOKENS, figures, make_sessions, send_load
+from bench.gpu.chats import HISTORY_TOKENS, make_sessions, send_load
 from bench.harness import report
 from bench.harness.arms import STOCK, Arm
 from bench.harness.bench import ROOT, Result, measuring
 from bench.harness.cli import add_budget, add_max_overhead, add_output, add_quick
 from bench.harness.engines import Setup, choose, server_of
+from bench.harness.latency import percentile
 from bench.harness.servers import count_passes, flush_cache, host_overhead_share, read_boundary, read_device
 from bench.harness.steps import Row, Steps
 from pla_sglang.common.reading import read_json
@@ -107,23 +109,20 @@ def measure(arms: Sequence[Arm], keys: list[dict[str, Any]], setup: Setup, steps
 
 def load(server: Server, key: Mapping[str, Any]) -> Row:
     """One row: the figures in device time, and what the engine says of its passes. Raises ServerError."""
-    scale, wrong = key["time_scale"], 0
-
-    def note(prompt: list[int], answer: Mapping[str, Any]) -> None:
-        nonlocal wrong
-        wrong += answer["output_ids"] != list(chain.expected(prompt, 1).tokens)
-
-    make_prompts = functools.partial(make_sessions, key["seed"], answer_tokens=ANSWER_TOKENS["cuda"])
-    send = functools.partial(send_load, server.url, key["clients"], make_prompts=make_prompts, note=note)
+    scale = key["time_scale"]
+    make_prompts = functools.partial(make_sessions, key["seed"], answer_tokens=HISTORY_TOKENS["cuda"])
+    send = functools.partial(send_load, server.url, key["clients"], make_prompts=make_prompts, settle_s=0.0)
     asyncio.run(send(key["load_s"] * WARM_SHARE * scale))
     flush_cache(server.url)
     before = read_device(server.url)
-    latencies_s = asyncio.run(send(key["load_s"] * scale))
+    outcomes = asyncio.run(send(key["load_s"] * scale))
     after = read_device(server.url)
     flush_cache(server.url)
-    if not latencies_s:
+    ended = [outcome for outcome in outcomes if outcome.ok]
+    if not ended:
         raise ServerError(f"{key['arm']}: no request of {key['clients']} clients ended within {key['load_s']:g} s")
-    row = figures([latency_s / scale for latency_s in latencies_s], key["load_s"])
+    wrong = sum(one.output_ids != chain.expected(list(one.request.input_ids), 1).tokens for one in ended)
+    row = describe_latencies([outcome.e2e_s / scale for outcome in ended], key["load_s"])
     report.say(f"{key['clients']} clients, {key['arm']}: {row['rps']:.1f} requests/s, P90 {row['p90_ms']:.1f} ms")
     return row | {
         "tokens_wrong": wrong,
@@ -132,6 +131,15 @@ def load(server: Server, key: Mapping[str, Any]) -> Row:
         "boundary": read_boundary(server.url),
         "sglang": after["version"],
         "plugin_commit": report.environment()["plugin_commit"],
+    }
+
+
+def describe_latencies(latencies_s: Sequence[float], seconds: float) -> Row:
+    return {
+        "rps": round(len(latencies_s) / seconds, 3),
+        "mean_ms": round(statistics.fmean(latencies_s) * 1e3, 3),
+        "p90_ms": round(percentile(latencies_s, 90) * 1e3, 3),
+        "requests": len(latencies_s),
     }
 
 
