@@ -342,8 +342,9 @@ def arms_page(result: Result) -> str:
         cells.append(spread_text(figures.get("long_ttft_s", {}).get("p90"), " s"))
         keys = ("short_ttft_p99_gain", "long_ttft_p90_ratio", "throughput_ratio")
         rows.append([arm, *cells, *(spread_text(ratio.get(key), "x") for key in keys)])
-    named = "\n".join(f"- `{arm}`: `{command}`" for arm, command in result["arms"].items())
-    return markdown(header, rows) + "\n\n" + conditions(result) + "\n\n" + named
+    usual = ("stock", "ours")  # those of every bench
+    named = [f"- `{arm}`: `{command}`" for arm, command in result["arms"].items() if arm not in usual]
+    return "\n\n".join([markdown(header, rows), conditions(result), *(["\n".join(named)] if named else [])])
 
 
 def write_requests(runs: Runs, path: Path) -> None:
