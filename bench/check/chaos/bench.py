@@ -377,12 +377,9 @@ def page(result: Result) -> str:
     counts = CHAOS_ROWS | (MOVE_ROWS if result.get("moves") else {})
     always = ("failed_not_in_flight_at_kill", "tokens_wrong", "failed_no_instance")
     rows = [[text, f"{result[name]:,.0f}"] for name, text in counts.items() if result.get(name) or name in always]
-    if result.get("moves"):
-        if "longest_silence_s" in result:
-            silence = f"{result['longest_silence_s']:.1f} / {result['longest_wait_s']:.1f} s"
-            rows.append(
-                ["longest that a stream stood still / waited to begin, beyond the device's longest pass", silence]
-            )
+    if result.get("moves") and "longest_silence_s" in result:
+        silence = f"{result['longest_silence_s']:.1f} / {result['longest_wait_s']:.1f} s"
+        rows.append(["longest that a stream stood still / waited to begin, beyond the longest pass", silence])
     if "restarted" in result:
         rows.append(["failed at a router that was ended, or was not back", f"{result['failed_at_router_restart']:,}"])
         restarts = zip(result["restarted"], result["moves_after_restart"], strict=True)
