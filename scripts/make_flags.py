@@ -33,6 +33,11 @@ COMMANDS: dict[str, tuple[type, str]] = {
     "predictor evaluate": (EvaluateConfig, "[Its figures](predictor.md#figures)"),
     "doctor": (DoctorConfig, "[Commands](server.md#commands)"),
 }
+LISTED = {  # flags whose help ends with a list that stands on another page, or in the column of what is allowed
+    "--profile": "step times: a path, or [one](emulation.md#profiles) that `simulate --help` lists",
+    "--trace-kind": "[format](workloads.md#formats); default: found out from the file",
+    "--engine": "[order](policies/baselines.md) of prefills in an engine",
+}
 INTRODUCTION = """\
 # Flags
 
@@ -60,7 +65,19 @@ def _table_lines(config: type) -> Iterator[str]:
         knob = declared.knob
         if knob.heading:
             yield f"| **{_cell(knob.heading)}** | | | |"
-        yield f"| `{knob.name}` | {_default(declared)} | {_allowed(declared)} | {_cell(knob.help)} |"
+        yield f"| `{knob.name}` | {_default(declared)} | {_allowed(declared)} | {_tell(declared)} |"
+
+
+def _tell(declared: Declared) -> str:
+    """The help, but of lists that stand elsewhere a link."""
+    knob = declared.knob
+    if knob.name.endswith("-file") and knob.name.removesuffix("-file") in knob.help:
+        return f"{knob.name.removesuffix('-file')} from [a file or a variable](server.md#keys)"
+    if isinstance(knob.allowed, PolicyName):
+        return "where requests go"
+    if knob.name in LISTED and ("," in knob.help.partition(":")[2]):
+        return LISTED[knob.name]
+    return _cell(knob.help)
 
 
 def _default(declared: Declared) -> str:
