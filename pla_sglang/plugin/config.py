@@ -241,7 +241,7 @@ class PlaConfig:
     profile_at_launch: str = knob(
         "auto",
         "--pla-profile-at-launch {auto,on,off}",
-        "Measure what passes take before the server says that it is ready, and keep it for the next start. 'auto': with "
+        "Measure what passes take before the server is ready, and keep it for the next start. 'auto': with "
         "--prefill-disagg and --pla-stateless or --pla-telemetry on a GPU.",
         allowed=Choice(("auto", "on", "off")),
     )
