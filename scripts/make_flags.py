@@ -33,7 +33,7 @@ COMMANDS: dict[str, tuple[type, str]] = {
     "predictor evaluate": (EvaluateConfig, "[Its figures](predictor.md#figures)"),
     "doctor": (DoctorConfig, "[Commands](server.md#commands)"),
 }
-LISTED = {  # flags whose help ends with a list that stands on another page, or in the column of what is allowed
+LISTED = {  # flags whose help ends with a list that stands on another page, or in the column before
     "--profile": "step times: a path, or [one](emulation.md#profiles) that `simulate --help` lists",
     "--trace-kind": "[format](workloads.md#formats); default: found out from the file",
     "--engine": "[order](policies/baselines.md) of prefills in an engine",
@@ -43,7 +43,7 @@ INTRODUCTION = """\
 
 Every flag of our [commands](server.md#commands), made from their configurations by `scripts/make_flags.py`.
 Values are in the unit that is typed. Each may stand in a file of `--config` (of the cluster: `--cluster-config`),
-without its dashes; `--print-config` prints such a file. "needed": there is no default. "-": not set.
+without its dashes; `--print-config` prints such a file. "needed": there is no default.
 """
 
 
@@ -57,15 +57,16 @@ def render() -> str:
 
 
 def _table_lines(config: type) -> Iterator[str]:
-    yield "| flag | default | allowed | what |"
-    yield "| --- | --- | --- | --- |"
+    yield "| flag | default; allowed | what |"
+    yield "| --- | --- | --- |"
     # SGLang has the flags of a server's keys itself.
     key_files = [one for one in flags_of(ServerKeys) if not one.knob.secret] if config is PlaConfig else []
     for declared in (*flags_of(config), *key_files):
         knob = declared.knob
         if knob.heading:
-            yield f"| **{_cell(knob.heading)}** | | | |"
-        yield f"| `{knob.name}` | {_default(declared)} | {_allowed(declared)} | {_tell(declared)} |"
+            yield f"| **{_cell(knob.heading)}** | | |"
+        values = "; ".join(filter(None, (_default(declared), _allowed(declared))))
+        yield f"| `{knob.name}` | {values} | {_tell(declared)} |"
 
 
 def _tell(declared: Declared) -> str:
@@ -89,7 +90,7 @@ def _default(declared: Declared) -> str:
     if default is None and declared.knob.none:
         return f"`{declared.knob.none}`"
     if default in (None, "", ()):
-        return "-"
+        return ""
     shown = typed(default, declared)
     values = shown if isinstance(shown, list) else [shown]
     return "`" + ",".join(_cell(plain(value)) for value in values) + "`"

@@ -351,7 +351,7 @@ CHAOS_ROWS = {
     "requests": "requests",
     "completed": "completed, every token right",
     "disconnected": "whose client went away on purpose",
-    "aborted": "aborted on purpose at their prefill instance",
+    "aborted": "aborted, or left by their client, on purpose",
     "failed_in_flight_at_kill": "failed, in flight at an instance when that was killed",
     "failed_not_in_flight_at_kill": "failed otherwise",
     "tokens_wrong": "wrong tokens",
@@ -376,7 +376,10 @@ CHAOS_CHECKS = {
 def page(result: Result) -> str:
     counts = CHAOS_ROWS | (MOVE_ROWS if result.get("moves") else {})
     always = ("failed_not_in_flight_at_kill", "tokens_wrong", "failed_no_instance")
-    rows = [[text, f"{result[name]:,.0f}"] for name, text in counts.items() if result.get(name) or name in always]
+    left_out = ("disconnected", "retried_after_transfer", "retried_unsent")  # told together, or by a share
+    shown = {name: result[name] for name in counts if name in result and name not in left_out}
+    shown["aborted"] += result["disconnected"]
+    rows = [[counts[name], f"{count:,.0f}"] for name, count in shown.items() if count or name in always]
     if result.get("moves") and "longest_silence_s" in result:
         silence = f"{result['longest_silence_s']:.1f} / {result['longest_wait_s']:.1f} s"
         rows.append(["longest that a stream stood still / waited to begin, beyond the longest pass", silence])
