@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from pla_sglang.common.checks import Declared, plain
+from pla_sglang.common.checks import Declared, Range, plain
 from pla_sglang.common.cli import flags_of, typed
 from pla_sglang.doctor import DoctorConfig
 from pla_sglang.launch_cluster import LaunchConfig
@@ -38,12 +38,14 @@ LISTED = {  # flags whose help ends with a list that stands on another page, or 
     "--trace-kind": "[format](workloads.md#formats); default: found out from the file",
     "--engine": "[order](policies/baselines.md) of prefills in an engine",
 }
+NO_LIMIT = 3600  # a bound from here on only keeps out nonsense; the message of a value beyond says it
 INTRODUCTION = """\
 # Flags
 
 Every flag of our [commands](server.md#commands), made from their configurations by `scripts/make_flags.py`.
 Values are in the unit that is typed. Each may stand in a file of `--config` (of the cluster: `--cluster-config`),
-without its dashes; `--print-config` prints such a file. "needed": there is no default.
+without its dashes; `--print-config` prints such a file. "needed": there is no default. Wide
+bounds are not shown; a value beyond them is refused with what is allowed.
 """
 
 
@@ -102,7 +104,8 @@ def _allowed(declared: Declared) -> str:
         return ""
     if isinstance(knob.allowed, PolicyName):  # its words depend on what is installed
         return "[policies](policies/fleet.md)"
-    rule = "" if knob.allowed is None else str(knob.allowed)
+    is_wide = isinstance(knob.allowed, Range) and knob.allowed.high >= NO_LIMIT
+    rule = "" if knob.allowed is None or is_wide or knob.secret else str(knob.allowed)
     return _cell(f"{rule}, or {knob.none}" if rule and knob.none else rule)
 
 
