@@ -36,7 +36,7 @@ COMMANDS: dict[str, tuple[type, str]] = {
 LISTED = {  # flags whose help ends with a list that stands on another page, or in the column before
     "--profile": "step times: a path, or [one](emulation.md#profiles) that `simulate --help` lists",
     "--trace-kind": "[format](workloads.md#formats); default: found out from the file",
-    "--engine": "[order](policies/baselines.md) of prefills in an engine",
+    "--engine": "[order](policies/fleet.md#orders-in-an-engine) of prefills in an engine",
 }
 NO_LIMIT = 3600  # a bound from here on only keeps out nonsense; the message of a value beyond says it
 INTRODUCTION = """\
