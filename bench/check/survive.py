@@ -263,8 +263,8 @@ ROWS = (
 )
 
 
-PAGE_ROWS = ("streams", "streams_hit", "completed", "tokens_wrong", "gap_p50_s", "gap_p99_s", "longest_silence_s")
-PAGE_ROWS += ("drain_s", "sigterm_s", "drain_aborted")
+PAGE_TIMES = ("gap_p50_s", "gap_p99_s", "longest_silence_s", "drain_s", "sigterm_s")
+PAGE_ROWS = ("streams", "streams_hit", "completed", "tokens_wrong", *PAGE_TIMES, "drain_aborted")
 
 
 def table(result: Result) -> report.Cells:
