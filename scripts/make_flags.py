@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from pla_sglang.common.checks import Declared, plain
+from pla_sglang.common.checks import Declared, Range, plain
 from pla_sglang.common.cli import flags_of, typed
 from pla_sglang.doctor import DoctorConfig
 from pla_sglang.launch_cluster import LaunchConfig
@@ -33,12 +33,19 @@ COMMANDS: dict[str, tuple[type, str]] = {
     "predictor evaluate": (EvaluateConfig, "[Its figures](predictor.md#figures)"),
     "doctor": (DoctorConfig, "[Commands](server.md#commands)"),
 }
+LISTED = {  # flags whose help ends with a list that stands on another page, or in the column before
+    "--profile": "step times: a path, or [one](emulation.md#profiles) that `simulate --help` lists",
+    "--trace-kind": "[format](workloads.md#formats); default: found out from the file",
+    "--engine": "[order](policies/fleet.md#orders-in-an-engine) of prefills in an engine",
+}
+NO_LIMIT = 3600  # a bound from here on only keeps out nonsense; the message of a value beyond says it
 INTRODUCTION = """\
 # Flags
 
 Every flag of our [commands](server.md#commands), made from their configurations by `scripts/make_flags.py`.
 Values are in the unit that is typed. Each may stand in a file of `--config` (of the cluster: `--cluster-config`),
-without its dashes; `--print-config` prints such a file. "needed": there is no default. "-": not set.
+without its dashes; `--print-config` prints such a file. "needed": there is no default. Wide
+bounds are not shown; a value beyond them is refused with what is allowed.
 """
 
 
@@ -52,15 +59,28 @@ def render() -> str:
 
 
 def _table_lines(config: type) -> Iterator[str]:
-    yield "| flag | default | allowed | what |"
-    yield "| --- | --- | --- | --- |"
+    yield "| flag | default; allowed | what |"
+    yield "| --- | --- | --- |"
     # SGLang has the flags of a server's keys itself.
     key_files = [one for one in flags_of(ServerKeys) if not one.knob.secret] if config is PlaConfig else []
     for declared in (*flags_of(config), *key_files):
         knob = declared.knob
         if knob.heading:
-            yield f"| **{_cell(knob.heading)}** | | | |"
-        yield f"| `{knob.name}` | {_default(declared)} | {_allowed(declared)} | {_cell(knob.help)} |"
+            yield f"| **{_cell(knob.heading)}** | | |"
+        values = "; ".join(filter(None, (_default(declared), _allowed(declared))))
+        yield f"| `{knob.name}` | {values} | {_tell(declared)} |"
+
+
+def _tell(declared: Declared) -> str:
+    """The help, but of lists that stand elsewhere a link."""
+    knob = declared.knob
+    if knob.name.endswith("-file") and knob.name.removesuffix("-file") in knob.help:
+        return f"{knob.name.removesuffix('-file')} from [a file or a variable](server.md#keys)"
+    if isinstance(knob.allowed, PolicyName):
+        return "where requests go"
+    if knob.name in LISTED and ("," in knob.help.partition(":")[2]):
+        return LISTED[knob.name]
+    return _cell(knob.help)
 
 
 def _default(declared: Declared) -> str:
@@ -72,7 +92,7 @@ def _default(declared: Declared) -> str:
     if default is None and declared.knob.none:
         return f"`{declared.knob.none}`"
     if default in (None, "", ()):
-        return "-"
+        return ""
     shown = typed(default, declared)
     values = shown if isinstance(shown, list) else [shown]
     return "`" + ",".join(_cell(plain(value)) for value in values) + "`"
@@ -84,7 +104,8 @@ def _allowed(declared: Declared) -> str:
         return ""
     if isinstance(knob.allowed, PolicyName):  # its words depend on what is installed
         return "[policies](policies/fleet.md)"
-    rule = "" if knob.allowed is None else str(knob.allowed)
+    is_wide = isinstance(knob.allowed, Range) and knob.allowed.high >= NO_LIMIT
+    rule = "" if knob.allowed is None or is_wide or knob.secret else str(knob.allowed)
     return _cell(f"{rule}, or {knob.none}" if rule and knob.none else rule)
 
 

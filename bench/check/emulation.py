@@ -166,9 +166,9 @@ def run(options: argparse.Namespace) -> int:
 
 def page(result: Result) -> str:
     work = f"mixed load, time scale {result['time_scale']:g}, {result['steps']:,} passes"
+    errors = (f"{result[f'step_error_{share}']:.2%}" for share in ("p50", "p99"))
     rows = [
-        [f"error of a step's time, {work}: median", f"{result['step_error_p50']:.2%}"],
-        ["the same, p99", f"{result['step_error_p99']:.2%}"],
+        [f"error of a step's time, {work}: p50, p99", ", ".join(errors)],
         ["share of the time with work in which the device waited for its host", f"{result['host_overhead_share']:.1%}"],
     ]
     for phase in ("prefill", "decode"):

@@ -166,7 +166,8 @@ def page(result: Result) -> str:
     goals = f"Mean absolute errors over the valid cases (worst case): {', '.join(errors)}."
     missed = f"Goals missed: {', '.join(f'`{name}`' for name in result['goals_missed']) or 'none'}."
     where = report.emulated_conditions(result, result["profile"], report.scale_text(result), seed="seed")
-    return "\n\n".join([report.markdown(*table(result["by_case"]), right=True), f"{goals} {missed}", where])
+    shown = report.keep_columns(table(result["by_case"]), ("case", *fidelity.GOALS, "valid"))
+    return "\n\n".join([report.markdown(*shown, right=True), f"{goals} {missed}", where])
 
 
 PAGES = {"fidelity": page}

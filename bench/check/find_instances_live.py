@@ -208,7 +208,10 @@ def summarise(pairs: Mapping[str, Pair], steps: Steps, options: Options) -> int:
 def page(result: Result) -> str:
     confirmed = f"{result['confirmed']} of {result['cases']} cases confirmed, {result['cases_invalid']} not valid."
     where = report.emulated_conditions(result, result["profile"], report.scale_text(result), seed="seed")
-    return "\n\n".join([report.markdown(*table(result["by_case"]), right=True), confirmed, where])
+    header, rows = table(result["by_case"])
+    kept = [at for at, name in enumerate(header) if name not in ("requests", "host", "valid")]
+    shown = [[row[at] for at in kept] for row in (header, *rows)]
+    return "\n\n".join([report.markdown(shown[0], shown[1:], right=True), confirmed, where])
 
 
 PAGES = {"find_instances_live": page}

@@ -250,9 +250,12 @@ def sum_up(rows: Sequence[Row], max_overhead: float) -> Row:
     }
 
 
+TIMED = tuple(f"{name}_p{q}_ms" for name in ("label", "p_to_d", "d_to_p") for q in (50, 99))
+PAGE_ROWS = ("flips", "requests", "failed", "altered", *TIMED, "cache_kept", "valid")
+
+
 def table(result: Result) -> report.Cells:
-    timed = [f"{name}_p{q}_ms" for name in ("label", "p_to_d", "d_to_p") for q in (50, 99)]
-    names = ["flips", "requests", "failed", "altered", *timed, "p_to_d", "d_to_p"]
+    names = ["flips", "requests", "failed", "altered", *TIMED, "p_to_d", "d_to_p"]
     names += ["not_timed"] if "not_timed" in result else []
     names += ["hit_rate_before", "hit_rate_after", "cache_kept", "host_overhead_share"]
     cells = [[f"`{name}`", report.number(result[name])] for name in names]
@@ -262,7 +265,8 @@ def table(result: Result) -> report.Cells:
 def page(result: Result) -> str:
     load = f"{result['instances']} stateless engines, {result['rate']:g} requests/s, a flip every {result['gap_s']:g} s"
     where = f"{load} of device time, chunks of {result['chunk_tokens']:,}"
-    return f"{report.markdown(*table(result), right=True)}\n\n{where} · {report.device_conditions(result)}"
+    shown = report.keep_rows(table(result), PAGE_ROWS)
+    return f"{report.markdown(*shown, right=True)}\n\n{where} · {report.device_conditions(result)}"
 
 
 PAGES = {"flips": page}

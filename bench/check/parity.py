@@ -210,10 +210,19 @@ def plot(by_policy: Mapping[str, Mapping[str, Any]], path: Path) -> None:
         panel.legend(loc="lower right", fontsize=8)
 
 
+def _is_alike(of_policy: Mapping[str, Any]) -> bool:
+    """Nothing differs, failed or was wrong: such a policy needs no row."""
+    flips = of_policy.get("flips", 0) - of_policy.get("flips_identical", 0)
+    wrong = of_policy["failed"] or of_policy["tokens_wrong"] or flips
+    return of_policy["identical_share"] == 1 and not wrong and of_policy.get("valid", True)
+
+
 def page(result: Result) -> str:
     counted = all("flips" in of_policy for of_policy in result["by_policy"].values()) and result.get("stateless")
     rows = []
     for policy, of_policy in result["by_policy"].items():
+        if _is_alike(of_policy):
+            continue
         decisions, failed, wrong = (f"{of_policy[name]:,}" for name in TOTALS)
         rows.append([f"`{policy}`", decisions, f"{of_policy['identical_share']:.2%}"])
         if counted:
@@ -227,8 +236,13 @@ def page(result: Result) -> str:
         f"{result['instances']} stateless instances" if result.get("stateless") else f"{result['instances']} instances"
     )
     work = f"{result['requests']:,} requests a policy at {result['rate_rps']:g}/s, {fleet}"
-    total = f"All: {result['decisions']:,} decisions, {result['identical_share']:.2%} identical."
-    return f"{markdown(header, rows)}\n\n{total}\n\n{work} · {device_conditions(result)}"
+    alike = ", ".join(f"`{policy}`" for policy, of_policy in result["by_policy"].items() if _is_alike(of_policy))
+    total = f"All: {result['decisions']:,} decisions, {result['identical_share']:.2%} identical"
+    if counted:
+        total += f", and {sum(of_policy['flips'] for of_policy in result['by_policy'].values()):,} flips"
+    total += f". Alike in all, without a failed request or a wrong token: {alike}." if alike else "."
+    parts = [markdown(header, rows)] if rows else []
+    return "\n\n".join([*parts, total, f"{work} · {device_conditions(result)}"])
 
 
 PAGES = {"parity": page, "parity_stateless": page}

@@ -216,13 +216,25 @@ ROWS = (
 )
 
 
+PAGE_ROWS = (
+    "streams",
+    "streams_hit",
+    "completed",
+    "tokens_wrong",
+    "whole_again_s",
+    "beyond_startup_s",
+    "headless_completed",
+)
+
+
 def table(result: Result) -> report.Cells:
     return ["figure", "value"], [[f"`{name}`", report.number(result[name])] for name in ROWS]
 
 
 def page(result: Result) -> str:
     where = f"2 raylets, {result['instances']} stateless engines, policy `{result['policy']}`"
-    return f"{report.markdown(*table(result), right=True)}\n\n{where} · {report.device_conditions(result)}"
+    shown = report.keep_rows(table(result), PAGE_ROWS)
+    return f"{report.markdown(*shown, right=True)}\n\n{where} · {report.device_conditions(result)}"
 
 
 PAGES = {"ray_chaos": page}

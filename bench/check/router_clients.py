@@ -79,8 +79,7 @@ def page(result: Result) -> str:
         figures = ["-" if client.get(key) is None else f"{client[key]:,.0f}" for key in SHOWN]
         rows.append([f"`{name}`", f"{client['completed']:,} of {client['requests']:,}", *figures])
     header = ["client", "completed", "TTFT p50, ms", "TTFT p99, ms", "TPOT p50, ms", "tokens/s"]
-    commands = "\n".join(f"- `{client['command']}`" for client in result["clients"].values())
-    return f"{markdown(header, rows)}\n\n{commands}\n\n{device_conditions(result)}"
+    return f"{markdown(header, rows)}\n\n{device_conditions(result)}"
 
 
 PAGES = {"router_clients": page}

@@ -208,6 +208,9 @@ ROWS = (
 )
 
 
+PAGE_ROWS = ("streams", "completed", "tokens_wrong", "takeovers", "takeover_max_s", "longest_wait_s", "longest_gap_s")
+
+
 def table(result: Result) -> report.Cells:
     rows = [[f"`{name}`", report.number(result[name])] for name in ROWS]
     rows += [
@@ -219,7 +222,8 @@ def table(result: Result) -> report.Cells:
 
 def page(result: Result) -> str:
     where = f"{result['instances']} stateless engines, {result['relays']} relays, policy `{result['policy']}`"
-    return f"{report.markdown(*table(result), right=True)}\n\n{where} · {report.device_conditions(result)}"
+    shown = report.keep_rows(table(result), PAGE_ROWS)
+    return f"{report.markdown(*shown, right=True)}\n\n{where} · {report.device_conditions(result)}"
 
 
 PAGES = {"standby": page}

@@ -263,13 +263,18 @@ ROWS = (
 )
 
 
+PAGE_TIMES = ("gap_p50_s", "gap_p99_s", "longest_silence_s", "drain_s", "sigterm_s")
+PAGE_ROWS = ("streams", "streams_hit", "completed", "tokens_wrong", *PAGE_TIMES, "drain_aborted")
+
+
 def table(result: Result) -> report.Cells:
     return ["figure", "value"], [[f"`{name}`", report.number(result[name])] for name in ROWS if name in result]
 
 
 def page(result: Result) -> str:
     where = f"{result['instances']} stateless engines, policy `{result['policy']}`, waves of {result['wave']} streams"
-    return f"{report.markdown(*table(result), right=True)}\n\n{where} · {report.device_conditions(result)}"
+    shown = report.keep_rows(table(result), PAGE_ROWS)
+    return f"{report.markdown(*shown, right=True)}\n\n{where} · {report.device_conditions(result)}"
 
 
 PAGES = {"survive": page}

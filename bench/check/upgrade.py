@@ -258,6 +258,9 @@ ROWS = (
 )
 
 
+PAGE_ROWS = ("streams", "completed", "tokens_wrong", "bytes_wrong", "longest_gap_s", "moved_by_pull", "moved_by_redo")
+
+
 def table(result: Result) -> report.Cells:
     return ["figure", "value"], [[f"`{name}`", report.number(result.get(name))] for name in ROWS]
 
@@ -265,7 +268,8 @@ def table(result: Result) -> report.Cells:
 def page(result: Result) -> str:
     where = f"{result['instances']} stateless engines, SGLang {' to '.join(result['hosts'])} and back, "
     where += f"policy `{result['policy']}`"
-    return f"{report.markdown(*table(result), right=True)}\n\n{where} · {report.device_conditions(result)}"
+    shown = report.keep_rows(table(result), PAGE_ROWS)
+    return f"{report.markdown(*shown, right=True)}\n\n{where} · {report.device_conditions(result)}"
 
 
 PAGES = {"upgrade": page}

@@ -133,13 +133,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def page(result: Result) -> str:
-    everything = {**result, "layout": "all", "workload": ""}
-    rows = [
-        [group["layout"], group["workload"], *(f"{group[name]:,}" for name in COUNTS[:5])]
-        for group in (*result["groups"], everything)
-    ]
-    header = ["layout", "workload", "requests", "completed", "prompt tokens", "tokens checked", "wrong"]
-    router = f"router {result['policy']}"
+    header = ["requests", "completed", "prompt tokens", "tokens checked", "wrong"]
+    rows = [[f"{result[name]:,}" for name in COUNTS[:5]]]
+    layouts, workloads = ({group[name]: None for group in result["groups"]} for name in ("layout", "workload"))
+    router = f"each of {', '.join(workloads)} at {' and '.join(layouts)} · router {result['policy']}"
     return f"{markdown(header, rows)}\n\n{emulated_conditions(result, result['profile'], router)}"
 
 

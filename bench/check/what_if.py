@@ -230,9 +230,13 @@ def page(result: Result) -> str:
     counts = f"{result['inside']} of {result['cases']} cases inside, {result['refused']} refused"
     by_figure = ", ".join(f"{name} {count}" for name, count in result["inside_by_figure"].items())
     where = report.emulated_conditions(result, result["profile"], report.scale_text(result), seed="seed")
-    return "\n\n".join(
-        [report.markdown(*table(result["by_case"]), right=True), f"{counts}. Inside by figure: {by_figure}.", where]
-    )
+    header, rows = table(result["by_case"])
+    attainment = [0, 3, 4]  # what was predicted of latencies is counted in ``by_figure``
+    outside = [row for row in rows if row[-3] != "yes" or row[-1] != "yes"]
+    shown = [[row[at] for at in attainment] for row in (header, *outside)]
+    parts = [f"{counts}. Inside by figure: {by_figure}."]
+    parts += ["Not inside:", report.markdown(shown[0], shown[1:], right=True)] if outside else []
+    return "\n\n".join([*parts, where])
 
 
 PAGES = {"what_if": page}

@@ -35,7 +35,7 @@ from bench.harness.figures import panels
 from bench.harness.fleet import Fleet, Solo, final_state, measure_last_chunk, measure_solo, run_request_rounds
 from bench.harness.latency import spread
 from bench.harness.load_client import Request
-from bench.harness.report import conditions, describe_rounds, inverse, markdown, spread_text, stdout
+from bench.harness.report import conditions, inverse, markdown, spread_text, stdout
 from bench.harness.stats import Runs, last_token_ratio, per_round
 from bench.harness.workload import PATTERNS, HolShape, hol_requests
 from pla_sglang.common.legend.colours import CLASS_COLOURS
@@ -153,8 +153,8 @@ def bound_text(bound: Mapping[str, Any]) -> str:
     short, long, chunk, limit, p99 = (f"{bound[key] * 1e3:.0f} ms" for key in keys)
     within = "within" if bound["short_ttft_p99_within_bound"] else "above"
     return (
-        f"Lone requests: short {short}, long {long}. Five solo values plus the longest chunk ({chunk}): {limit}; "
-        f"p99 of shorts: {p99}, {within}."
+        f"Lone requests of ours: short {short}, long {long}. Five solo values plus the longest chunk ({chunk}): "
+        f"{limit}; p99 of shorts: {p99}, {within}."
     )
 
 
@@ -284,28 +284,14 @@ def command_of(result: Result) -> str:
 
 
 def page(result: Result) -> str:
-    parts = [headline_page(result), f"{bound_text(result['solo']['ours'])}{starts_table(result)}"]
-    return "\n\n".join([*parts, *(["All arms:", arms_page(result)] if "best_stock" in result else [])])
+    return f"{arms_page(result)}\n\n{bound_text(result['solo']['ours'])}{starts_text(result)}"
 
 
-def starts_table(result: Result) -> str:
-    """The headline figures start by start, where the servers were started more than once."""
+def starts_text(result: Result) -> str:
+    """Against the bound start by start, where the servers were started more than once."""
     by_start = [of_start["ours"] for of_start in result.get("by_start", ())]
-    if len(by_start) < 2:
-        return ""
-    rows = [
-        [
-            str(index),
-            f"{figures['short_ttft_p99_gain']:.3g}x",
-            f"{figures['short_ttft_p99_s'] * 1e3:.0f} ms of {figures['short_ttft_p99_bound_s'] * 1e3:.0f} ms",
-            f"{1 / figures['long_ttft_p90_ratio']:.3g}x",
-            f"{figures['throughput_ratio']:.3g}x",
-        ]
-        for index, figures in enumerate(by_start, start=1)
-    ]
-    header = ["start of all servers", f"short p99, {GAIN}", "of its bound", f"long p90, {GAIN}", f"tokens/s, {GAIN}"]
-    each = describe_rounds(result["rounds"] // len(by_start))
-    return f"\n\nStart by start, {each} each:\n\n{markdown(header, rows)}"
+    limits = [f"{of['short_ttft_p99_s'] * 1e3:.0f} of {of['short_ttft_p99_bound_s'] * 1e3:.0f} ms" for of in by_start]
+    return f" Start by start: {', '.join(limits)}." if len(limits) > 1 else ""
 
 
 PAGES = {

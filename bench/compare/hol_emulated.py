@@ -22,7 +22,17 @@ from bench.harness.engines import Setup
 from bench.harness.figures import draw_ecdf, panels
 from bench.harness.latency import percentile, spread
 from bench.harness.replay import Planned
-from bench.harness.report import emit, emulated_conditions, environment, markdown, scale_text, show, spread_text, yes_no
+from bench.harness.report import (
+    emit,
+    emulated_conditions,
+    environment,
+    keep_columns,
+    markdown,
+    scale_text,
+    show,
+    spread_text,
+    yes_no,
+)
 from bench.harness.steps import Row
 from bench.harness.workload import HolShape, hol_arrivals, round_rng
 from pla_sglang.common.errors import ConfigError
@@ -238,7 +248,19 @@ def run(args: argparse.Namespace) -> int:
     return 0 if result["valid"] else 1
 
 
+PAGE_COLUMNS = (
+    "arm",
+    "SGLang",
+    "short TTFT p50",
+    "short TTFT p99",
+    "short last token p50",
+    "long TTFT p90",
+    "throughput",
+)
+
+
 def page(result: Result) -> str:
     work = f"{result['rounds']} rounds, median (lowest .. highest)"
     conditions = emulated_conditions(result, work, result["profile"], scale_text(result))
-    return f"{markdown(*arms_table(result))}\n\n{conditions}"
+    shown = keep_columns(arms_table(result), PAGE_COLUMNS)
+    return f"{markdown(*shown)}\n\n{conditions}"

@@ -35,6 +35,7 @@ from bench.harness.report import (
     emit,
     emulated_conditions,
     environment,
+    keep_columns,
     markdown,
     print_lines,
     say_left_out,
@@ -137,7 +138,8 @@ def arms_table(result: Result) -> report.Cells:
         cells = [*("-" if share is None else f"{share:.1%}" for share in shares), by_seed, *times, computed, moves]
         cells.append(", ".join(f"{share:.1%}" for share in hosts if share is not None))
         rows.append([f"`{arm}`", *cells, yes_no(own["valid"])])
-    header = ["arm", "late", "of shorts", "of longs", "late by seed", "short TTFT p50, s", "p99", "long p50", "p99"]
+    header = ["arm", "late", "of shorts", "of longs", "late by seed", "short TTFT p50, s"]
+    header += ["short TTFT p99, s", "long TTFT p50, s", "long TTFT p99, s"]
     host = "host in the way" if result["layout"] == RANKS else "host in the way: prefill, decode"
     return [*header, "computed", "moves", host, "valid"], rows
 
@@ -336,10 +338,24 @@ def plot(result: Mapping[str, Any], path: Path, title: str) -> None:
         right.set(xlabel="s of device time; dotted: an instance or rank changes pools", ylabel="conversations per s")
 
 
+PAGE_COLUMNS = (
+    "arm",
+    "late",
+    "of shorts",
+    "of longs",
+    "late by seed",
+    "short TTFT p99, s",
+    "long TTFT p99, s",
+    "computed",
+    "moves",
+)
+
+
 def page(result: Result) -> str:
-    keys = (*AT_LEAST, "fewer_than_temporal", *AT_MOST)
-    ratios = [f"`{key}` {result[key]:.2f}" for key in keys if result.get(key) is not None]
-    lines = [markdown(*arms_table(result)), "", f"{', '.join(ratios)}."]
+    shown = keep_columns(arms_table(result), PAGE_COLUMNS)
+    to_router = result.get("computed_tokens_ratio")
+    computed = f"Tokens computed, over those behind SGLang's `cache_aware`: {to_router:.2f}." if to_router else ""
+    lines = [markdown(*shown), "", computed]
     if "flips_constant_load" in result:
         settling, after = result["flips_constant_load_while_settling"], result["flips_constant_load"]
         lines[-1] += f" At constant load {settling} moves while the pools settle, {after} after."
@@ -352,6 +368,7 @@ def page(result: Result) -> str:
     work = f"{np.max(result['short_rps']):g} begin short and {rates} long per s for {result['duration_s']:g} s"
     work = f"conversations of {result.get('turns', 1):g} turns on average: {work}"
     checked = f"{result['tokens_verified']:,} tokens checked, {result['tokens_wrong']} wrong"
+    lines[-1] = lines[-1].strip()
     return "\n".join([*lines, "", emulated_conditions(result, work, checked, result["profile"], scale_text(result))])
 
 

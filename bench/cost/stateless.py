@@ -221,9 +221,7 @@ def page(result: Result) -> str:
         start += f"{report.number(result['pss_gib_of_8'], 'GiB')}."
     ratios = f"Stateless over stock, median (lowest .. highest) of {report.describe_rounds(result['rounds'])}: "
     ratios += f"{', '.join(shown)}. Of throughput above 1 is better, of the others below 1."
-    return "\n\n".join(
-        [report.markdown(*table(result), right=range(2, 9)), ratios, start, report.device_conditions(result)]
-    )
+    return "\n\n".join([ratios, start, report.device_conditions(result)])
 
 
 PAGES = {"stateless": page}

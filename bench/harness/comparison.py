@@ -333,17 +333,16 @@ def print_verdict(result: Result) -> None:
 
 def arms_page(result: Result) -> str:
     """One row an arm: for ablations, peers and chat."""
-    header = ["arm", "short TTFT p50", "short TTFT p99", "long TTFT p90"]
-    header += ["short p99 gain", "long p90 ratio", "throughput"]
+    header = ["arm", "short TTFT p50", "short TTFT p99", "long TTFT p90", "tokens/s over stock's"]
     rows = []
     for arm, figures in result["figures"].items():
         ratio = result["ratios"].get(arm, {})
         cells = [spread_text(figures["short_ttft_s"][part], " s") for part in ("p50", "p99")]
         cells.append(spread_text(figures.get("long_ttft_s", {}).get("p90"), " s"))
-        keys = ("short_ttft_p99_gain", "long_ttft_p90_ratio", "throughput_ratio")
-        rows.append([arm, *cells, *(spread_text(ratio.get(key), "x") for key in keys)])
-    named = "\n".join(f"- `{arm}`: `{command}`" for arm, command in result["arms"].items())
-    return markdown(header, rows) + "\n\n" + conditions(result) + "\n\n" + named
+        rows.append([arm, *cells, spread_text(ratio.get("throughput_ratio"), "x")])
+    usual = ("stock", "ours")  # those of every bench
+    named = [f"- `{arm}`: `{command}`" for arm, command in result["arms"].items() if arm not in usual]
+    return "\n\n".join([markdown(header, rows), conditions(result), *(["\n".join(named)] if named else [])])
 
 
 def write_requests(runs: Runs, path: Path) -> None:

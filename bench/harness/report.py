@@ -145,6 +145,18 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[str]], *, right: boo
     return "\n".join("| " + " | ".join(row) + " |" for row in (header, rules, *rows))
 
 
+def keep_rows(cells: Cells, names: Container[str]) -> Cells:
+    """Those whose first cell is one of ``names``, without its marks: for pages, where the whole table is too long."""
+    header, rows = cells
+    return header, [row for row in rows if row[0].strip("`") in names]
+
+
+def keep_columns(cells: Cells, names: Container[str]) -> Cells:
+    """Those with a heading of ``names``."""
+    kept = [at for at, name in enumerate(cells[0]) if name in names]
+    return [cells[0][at] for at in kept], [[row[at] for at in kept] for row in cells[1]]
+
+
 def cell_text(value: object) -> str:
     if value is None:
         return "-"

@@ -51,41 +51,37 @@ class PlaConfig:
     prefill_disagg: str = knob(
         "off",
         "--prefill-disagg {off,temporal,spatial,dopd}",
-        "Prefill-length-aware scheduling: 'temporal' serves short prefills of one instance before long ones "
-        "and lets them pass between the chunks of a long one. 'dopd' gathers short prompts up to the boundary and runs "
-        "long ones alone, in order of arrival (DOPD Algorithm 1). 'off' is stock SGLang.",
+        "'temporal': short prefills go before long ones, also between the chunks of a long one. 'spatial': on ranks of "
+        "their own. 'dopd': short prompts gather up to the boundary, long ones run alone, in order of arrival. 'off': "
+        "stock SGLang.",
         allowed=Choice(("off", "temporal", "spatial", DOPD)),
         heading="Prefill-length-aware scheduling (pla_sglang)",
     )
     boundary_tokens: int | None = knob(
         None,
         "--pla-boundary {auto,N}",
-        "A request with at least N new (uncached) prefill tokens is long. 'auto' fits the boundary between "
-        "memory-bound and compute-bound prefill from measured step times.",
+        "A request with at least N new (uncached) prefill tokens is long. 'auto': fitted to measured step times.",
         allowed=TOKENS,
         none="auto",
     )
     slo_ttft_ms: float | None = knob(
         None,
         "--pla-slo-ttft-ms",
-        "Default TTFT target of every request in milliseconds. A request overrides it with the header x-slo-ttft-ms or "
-        "with custom_params {'slo_ttft_ms': X}. Default: no target.",
+        "TTFT target of requests that bring none (header x-slo-ttft-ms). Default: no target.",
         allowed=MILLISECONDS,
     )
     slo_tpot_ms: float | None = knob(
         None,
         "--pla-slo-tpot-ms",
-        "Default TPOT target of every request in milliseconds: with --enable-mixed-chunk, passes are cut so that the "
-        "piggybacked decodes keep it. Per request: header x-slo-tpot-ms, custom_params {'slo_tpot_ms': X}. "
-        "Default: no target.",
+        "TPOT target of requests that bring none (header x-slo-tpot-ms): with --enable-mixed-chunk, passes are cut so "
+        "that piggybacked decodes keep it. Default: no target.",
         allowed=MILLISECONDS,
     )
     deadlines: str = knob(
         "advise",
         "--pla-deadlines {advise,decide}",
         "'decide': an infeasible request, which cannot meet its TTFT target any more, is deferred behind those that "
-        "can, at most until its age bound; so is its decode part where that waits for KV cache. 'advise': targets only "
-        "end waits for fuller batches.",
+        "can, at most until its age bound. 'advise': targets only end waits for fuller batches.",
         allowed=Choice(DEADLINES),
     )
     wait_min_ms: float = knob(
@@ -120,8 +116,7 @@ class PlaConfig:
     long_max_age_ms: float = knob(
         10_000.0,
         "--pla-long-max-age-ms",
-        "Starvation bound: short prompts let a long one go early enough to get its first token about this long after "
-        "its arrival.",
+        "Starvation bound: a long prompt gets its first token about this long after its arrival.",
         allowed=MILLISECONDS,
     )
     lost_max_age_ms: float = knob(
@@ -135,8 +130,7 @@ class PlaConfig:
         0.0,
         "--pla-lost-fcfs-times",
         "With --pla-deadlines decide: an infeasible request is deferred for at most so many times what it would have "
-        "waited first come first served, or its TTFT target where that is longer. Under overload that lasts this takes "
-        "one part in so many of what can be served. 0: no such bound, and as many as possible are in target.",
+        "waited first come first served, or its TTFT target where that is longer. 0: no such bound.",
         allowed=Range(0, 1000),
     )
     decode_gap_ms: float = knob(
@@ -155,16 +149,15 @@ class PlaConfig:
     mixing: str = knob(
         "auto",
         "--pla-mixing {auto,never,allow}",
-        "Whether long and short prompts share a pass: where that takes fewer seconds of those in it and of those who "
-        "wait. For ablation: 'never', as in the paper, or 'allow', always with the chunk of a long one.",
+        "Whether long and short prompts share a pass. 'auto': where that saves time. For ablation: 'never', as in the "
+        "paper, or 'allow', always with the chunk of a long one.",
         allowed=Choice(("auto", "never", "allow")),
     )
     graph_layout: str = knob(
         "auto",
         "--pla-graph-layout {auto,off,varlen,grid}",
-        "CUDA graphs of ours for short prefills: 'varlen' by tokens and request slots, 'grid' by length and batch size "
-        "in powers of two (PLA-Serve); 'auto': varlen with --prefill-disagg on a GPU, if a pass then takes the host "
-        "less time. Everything else runs in SGLang's own graphs.",
+        "CUDA graphs of ours for short prefills: 'varlen' by tokens and request slots, 'grid' by length and batch "
+        "size; 'auto': varlen with --prefill-disagg on a GPU, if a pass then takes the host less time.",
         allowed=Choice(("auto", "off", "varlen", "grid")),
     )
     graph_budget_gb: float = knob(
@@ -188,8 +181,7 @@ class PlaConfig:
     emulate: str | None = knob(
         None,
         "--pla-emulate PROFILE",
-        "Emulate a GPU on the CPU platform: each forward pass takes the time that PROFILE (a name, or the path of a "
-        "JSON file) states for its batch. Results are those of the model that is served.",
+        "Emulate a GPU: each forward pass takes the time that PROFILE (a name, or a JSON file) states for its batch.",
     )
     time_scale: float = knob(
         1.0,
@@ -206,28 +198,26 @@ class PlaConfig:
     emulate_kv_gbps: float | None = knob(
         None,
         "--pla-emulate-kv-gbps",
-        "A KV transfer takes the profile's KV bytes at this many Gbit/s (times the time scale), one transfer after the "
-        "other. Default: as long as the real transfer of the model's own KV.",
+        "Speed of KV transfers of the profile's KV bytes, one after the other. Default: as long as the real transfer "
+        "of the model's own KV.",
         allowed=Range(0.001, 100_000, "Gbit/s"),
     )
     emulate_kv_failures: float = knob(
         0.0,
         "--pla-emulate-kv-failures SHARE",
-        "This share of KV transfers fails, half at the prefill and half at the decode instance; give it to both. For "
-        "tests of routers.",
+        "This share of KV transfers fails, half at either end; give it to both. For tests of routers.",
         allowed=Range(0, 1, "of all transfers"),
     )
     role: str = knob(
         "mixed",
         "--pla-role {mixed,short,long}",
-        "Class of this instance in a router's spatial pools; 'mixed' takes both. Changed live through POST /pla/role. "
-        "It only tells a router what to send; whatever comes is served.",
+        "Class of prompts that a router should send here; whatever comes is served. POST /pla/role changes it.",
         allowed=Choice(ROLES),
     )
     telemetry: str | None = knob(
         None,
         "--pla-telemetry ADDRESS",
-        "Push load reports to this ZMQ address (tcp://HOST:PORT or ipc:///PATH). Default: nowhere.",
+        "Push load reports to this ZMQ address. Default: nowhere.",
         allowed=CONNECT,
     )
     instance: str | None = knob(
@@ -239,8 +229,8 @@ class PlaConfig:
     length_predictor: str | None = knob(
         None,
         "--pla-length-predictor FILE",
-        "Predict how many tokens each running request has still to come, from the model's hidden states (STAR), for "
-        "load reports. FILE: of a predictor that was trained for this model. Default: no prediction.",
+        "Predict how many tokens each running request has still to come, for load reports, with a predictor that was "
+        "trained for this model. Default: no prediction.",
     )
     length_steps: int = knob(
         20,
@@ -251,9 +241,8 @@ class PlaConfig:
     profile_at_launch: str = knob(
         "auto",
         "--pla-profile-at-launch {auto,on,off}",
-        "Measure what passes take in the first seconds, before the server says that it is ready, and keep it in a file "
-        "for the next start. 'auto': with --prefill-disagg on a GPU, where a router plans by it, that is with "
-        "--pla-stateless or --pla-telemetry.",
+        "Measure what passes take before the server is ready, and keep it for the next start. 'auto': with "
+        "--prefill-disagg and --pla-stateless or --pla-telemetry on a GPU.",
         allowed=Choice(("auto", "on", "off")),
     )
     profile_cache: str | None = knob(
@@ -270,60 +259,57 @@ class PlaConfig:
     pressure: str = knob(
         "auto",
         "--pla-pressure {auto,off}",
-        "'auto' moves ranks between the short and the long pool by their pressure (PLA-Serve Algorithm 2); 'off' "
-        "leaves the pools to POST /pla/role.",
+        "'auto' moves ranks between the pools by their pressure; 'off' leaves the pools to POST /pla/role.",
         allowed=Choice(PRESSURE),
     )
     pressure_interval_ms: float = knob(
         1000.0,
         "--pla-pressure-interval-ms",
-        "Control period of the pools, by the clock of the device (Algorithm 2, Delta t).",
+        "Control period of the pools, by the clock of the device.",
         allowed=Range(10, HOUR_MS, "ms"),
     )
     pressure_cool_down_ms: float = knob(
         10_000.0,
         "--pla-pressure-cool-down-ms",
-        "Least time between two moves of ranks, by the clock of the device (Algorithm 2, T_cool).",
+        "Least time between two moves of ranks, by the clock of the device.",
         allowed=Range(0, HOUR_MS, "ms"),
     )
     pressure_hysteresis: float = knob(
         0.5,
         "--pla-pressure-hysteresis",
-        "A pool asks for a rank when its pressure is over 1 + this times the other's (Algorithm 2, tau).",
+        "A pool asks for a rank when its pressure is over 1 + this times the other's.",
         allowed=Range(0, 100),
     )
     stateless: bool = knob(
         False,
         "--pla-stateless",
-        "Serve either phase of any request: whole requests, prefill parts (KV is sent away) and decode parts (KV is "
-        "received), as the bootstrap address of each request says. Needs --disaggregation-transfer-backend nixl.",
+        "Serve either phase of any request, as its bootstrap address says. Needs --disaggregation-transfer-backend "
+        "nixl.",
     )
     receive_share: float = knob(
         0.5,
         "--pla-receive-share",
-        "With --pla-stateless: share of KV memory and of request rows that requests may hold whose KV is received, "
-        "until they run. One request alone may hold more.",
+        "With --pla-stateless: share of KV memory and of request rows for requests whose KV is received, until they "
+        "run. One alone may hold more.",
         allowed=SHARE,
     )
     send_share: float = knob(
         0.5,
         "--pla-send-share",
-        "With --pla-stateless: share of KV memory and of request rows that prefill parts may hold until their KV is "
-        "sent. One request alone may hold more.",
+        "The same for prefill parts, until their KV is sent.",
         allowed=SHARE,
     )
     hold_share: float = knob(
         0.25,
         "--pla-hold-share",
-        "With --pla-stateless: share of KV memory and of request rows that paused requests may keep. One request alone "
-        "may keep more; a pause above it is refused.",
+        "The same for paused requests; a pause above it is refused.",
         allowed=SHARE,
     )
     untested_host: str = knob(
         REFUSE,
         "--pla-untested-host {refuse,allow}",
         "A version of SGLang that is not supported: 'allow' starts on it where every function that we enter is as "
-        "recorded of the nearest version, and says so in the log and in /server_info.",
+        "recorded of the nearest version.",
         allowed=Choice(UNTESTED_HOST),
     )
     controller_folder: str | None = None  # sockets of a server's own pool controller; None: it has none

@@ -37,6 +37,8 @@ def test_parity_counts_over_all_policies(tmp_path: Path) -> None:
     assert (tmp_path / "parity.png").stat().st_size > 5000
     page = parity.page(WHERE | totals | {"by_policy": by_policy, "requests": 9, "rate_rps": 2.0, "instances": 4})
     assert "| `cache-aware` | 100 | 90.00% | 0 | 2 |" in page
+    assert "| `pla` |" not in page, "it differs in nothing"
+    assert "Alike in all, without a failed request or a wrong token: `pla`." in page
     assert "commit abc, def" in page
 
 
@@ -53,7 +55,7 @@ def test_the_page_of_chaos_shows_failures_as_what_they_are() -> None:
     result |= dict.fromkeys(times, 0.25) | {"rate": 12.0, "policy": "pla", "killed": ["decode-0"]}
     page = chaos.page(WHERE | result)
     assert "| failed otherwise | 3 |" in page
-    assert "| gauges at 0 | NO |" in page
+    assert "| ledger balances, gauges at 0, queues and KV of each instance back at their start | NO |" in page
     assert "SIGKILL of `decode-0`" in page
 
 

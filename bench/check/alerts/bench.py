@@ -21,7 +21,7 @@ import asyncio
 import contextlib
 import dataclasses
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any
 
 from bench.check.alerts import causes
@@ -262,8 +262,22 @@ def page(result: Result) -> str:
         counts = "\n".join([f"{counts}:\n", *reasons])
     where = f"{result['instances']} stateless engines, policy `{result['policy']}`, spans of rules divided by"
     where += f" {result['factor']:g}"
-    shown = report.markdown(*table(result), right={2, 3})
-    return f"{shown}\n\n{counts}\n\n{where} · {report.device_conditions(result)}"
+    return "\n\n".join([*_tell_alerts(result), counts, f"{where} · {report.device_conditions(result)}"])
+
+
+def _tell_alerts(result: Result) -> Iterator[str]:
+    """Between which times alerts fired and cleared, and a table of those that did not."""
+    header, rows = table(result)
+    if silent := [row for row in rows if "-" in row[2:]]:
+        yield report.markdown(header, silent)
+    found = [row for row in result["alerts"].values() if None not in (row["fired_s"], row["cleared_s"])]
+    if found:
+        ends = [
+            report.number(end(row[name] for row in found)) for name in ("fired_s", "cleared_s") for end in (min, max)
+        ]
+        yield "{} to {} s after a scene began its alerts fired, and {} to {} s after its end they cleared.".format(
+            *ends
+        )
 
 
 PAGES = {"alerts": page}

@@ -351,12 +351,12 @@ CHAOS_ROWS = {
     "requests": "requests",
     "completed": "completed, every token right",
     "disconnected": "whose client went away on purpose",
-    "aborted": "aborted on purpose at their prefill instance",
+    "aborted": "aborted, or left by their client, on purpose",
     "failed_in_flight_at_kill": "failed, in flight at an instance when that was killed",
     "failed_not_in_flight_at_kill": "failed otherwise",
     "tokens_wrong": "wrong tokens",
-    "retried_after_transfer": "attempts whose KV transfer failed, and that were followed by another",
-    "retried_unsent": "dispatches again because an instance could not be reached",
+    "retried_after_transfer": "attempts after a KV transfer that failed",
+    "retried_unsent": "dispatches again, as an instance could not be reached",
 }
 MOVE_ROWS = {
     "crashes": "schedulers that raised",
@@ -369,19 +369,20 @@ MOVE_ROWS = {
 CHAOS_CHECKS = {
     "ledger_balanced": "ledger balances",
     "gauges_zero": "gauges at 0",
-    "kv_free": "queues and KV of every instance back at their start",
+    "kv_free": "queues and KV of each instance back at their start",
 }
 
 
 def page(result: Result) -> str:
-    rows = [[text, f"{result[name]:,.0f}"] for name, text in CHAOS_ROWS.items()]
-    if result.get("moves"):
-        rows += [[text, f"{result[name]:,.0f}"] for name, text in MOVE_ROWS.items() if name in result]
-        if "longest_silence_s" in result:
-            silence = f"{result['longest_silence_s']:.1f} / {result['longest_wait_s']:.1f} s"
-            rows.append(
-                ["longest that a stream stood still / waited to begin, beyond the device's longest pass", silence]
-            )
+    counts = CHAOS_ROWS | (MOVE_ROWS if result.get("moves") else {})
+    always = ("failed_not_in_flight_at_kill", "tokens_wrong", "failed_no_instance")
+    left_out = ("disconnected", "retried_after_transfer", "retried_unsent")  # told together, or by a share
+    shown = {name: result[name] for name in counts if name in result and name not in left_out}
+    shown["aborted"] += result["disconnected"]
+    rows = [[counts[name], f"{count:,.0f}"] for name, count in shown.items() if count or name in always]
+    if result.get("moves") and "longest_silence_s" in result:
+        silence = f"{result['longest_silence_s']:.1f} / {result['longest_wait_s']:.1f} s"
+        rows.append(["longest that a stream stood still / waited to begin, beyond the longest pass", silence])
     if "restarted" in result:
         rows.append(["failed at a router that was ended, or was not back", f"{result['failed_at_router_restart']:,}"])
         restarts = zip(result["restarted"], result["moves_after_restart"], strict=True)
@@ -389,16 +390,18 @@ def page(result: Result) -> str:
     if "cache_entries" in result:
         found = f"{result['cache_entries_wrong']:,} of {result['cache_entries']:,}"
         rows.append(["entries of prefix caches that differ from the oracle", found])
-    rows.append(["share of dispatches whose KV transfer failed", f"{result['transfer_failure_share']:.1%}"])
-    rows += [[text, yes_no(result[name])] for name, text in CHAOS_CHECKS.items()]
-    for name, paired_s in result.get("paired_s", {}).items():
-        text = f"`{name}` paired with all others after the order to start it again (at most {PAIRED_S:g} s)"
-        rows.append([text, f"{paired_s:.1f} s" + (": NO" if paired_s > PAIRED_S else "")])
+    if result["transfer_failure_share"]:
+        rows.append(["share of dispatches whose KV transfer failed", f"{result['transfer_failure_share']:.1%}"])
+    rows.append([", ".join(CHAOS_CHECKS.values()), yes_no(all(result[name] for name in CHAOS_CHECKS))])
+    if paired := result.get("paired_s"):
+        slowest_s = max(paired.values())
+        text = f"slowest pairing with all others after the order to start again (at most {PAIRED_S:g} s)"
+        rows.append([text, f"{slowest_s:.1f} s" + (": NO" if slowest_s > PAIRED_S else "")])
     for name, text in (("abort", "the prefill's abort"), ("order", "the order to abort")):
         if not result["abort_probes"]:
             break
         p50, p99 = (result[f"decode_free_after_{name}_{share}_s"] for share in ("p50", "p99"))
-        rows.append([f"decode free after {text}, p50 / p99 of {result['abort_probes']}", f"{p50:.2f} / {p99:.2f} s"])
+        rows.append([f"decode free after {text}, p50 / p99", f"{p50:.2f} / {p99:.2f} s"])
     fleet = f"{result['stateless']} stateless instances, " if result.get("stateless") else ""
     often: Counter[str] = Counter(result["killed"])
     killed = [f"`{name}`" + (f" ({times} times)" if times > 1 else "") for name, times in often.items()]
