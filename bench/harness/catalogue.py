@@ -32,7 +32,6 @@ _ALL = (
     Bench("compare.low_load", "10 min", "engines"),
     Bench("compare.overload", "8 min", "engines"),
     Bench("compare.replay", "the trace", "server, trace"),
-    Bench("compare.router", "8 min", "engines, sglang_router"),
     Bench("compare.spatial", "2 h", "engines, sglang_router"),
     Bench("compare.stock_client", "3 min", "engines"),
     Bench("cost.client_load", "1 min", "nothing", results="emulated"),
