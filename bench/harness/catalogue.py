@@ -33,7 +33,6 @@ _ALL = (
     Bench("compare.overload", "8 min", "engines"),
     Bench("compare.replay", "the trace", "server, trace"),
     Bench("compare.spatial", "2 h", "engines, sglang_router"),
-    Bench("cost.client_load", "1 min", "nothing", results="emulated"),
     Bench("cost.cluster_start", "3 min", "engines"),
     Bench("cost.padding", "10 s", "nothing"),
     Bench("cost.router_cost.bench", "6 min", "sglang_router"),
