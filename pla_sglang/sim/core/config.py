@@ -16,7 +16,6 @@ from pla_sglang.profiles import StepProfile
 from pla_sglang.sim.core.costs import StepCosts
 from pla_sglang.sim.core.engine_knobs import EngineKnobs
 from pla_sglang.sim.core.errors import SimConfigError
-from pla_sglang.sim.core.front import AdmissionQueueKnobs
 from pla_sglang.sim.core.host import NO_HOST, HostKnobs
 from pla_sglang.sim.core.kernel import LATEST_S
 from pla_sglang.sim.core.network import NetworkKnobs
@@ -159,7 +158,6 @@ class SimConfig:
         known_steps, told_profile: what policies know of step times, and the profile that they were made with; None: the
             first instance's.
         prefix_knowledge: what policies know of prefix caches.
-        front: admission and a fair queue before the dispatcher; None: every request is dispatched at once.
         seed: recorded in results; everything random (policies, predictors) is made from it by the caller.
 
     Raises:
@@ -191,7 +189,6 @@ class SimConfig:
     known_steps: KnownSteps = KnownSteps.TOLD
     told_profile: StepProfile | None = None
     prefix_knowledge: PrefixKnowledge = PrefixKnowledge.EXACT
-    front: AdmissionQueueKnobs | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
