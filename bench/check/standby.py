@@ -209,17 +209,15 @@ ROWS = (
 
 
 def table(result: Result) -> report.Cells:
-    rows = [[f"`{name}`", report.number(result[name])] for name in ROWS]
-    rows += [
-        [f"{take['signal']}, seconds until the next one leads", report.number(take["taken_s"])]
-        for take in result["takes"]
-    ]
+    rows = report.list_figures(result, ROWS)
+    for take in result["takes"]:
+        rows.append([f"{take['signal']}, seconds until the next one leads", report.number(take["taken_s"])])
     return ["figure", "value"], rows
 
 
 def page(result: Result) -> str:
     where = f"{result['instances']} stateless engines, {result['relays']} relays, policy `{result['policy']}`"
-    return f"{report.markdown(*table(result), right=True)}\n\n{where} · {report.device_conditions(result)}"
+    return report.device_page(table(result), where, result)
 
 
 PAGES = {"standby": page}

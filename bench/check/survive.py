@@ -264,12 +264,12 @@ ROWS = (
 
 
 def table(result: Result) -> report.Cells:
-    return ["figure", "value"], [[f"`{name}`", report.number(result[name])] for name in ROWS if name in result]
+    return ["figure", "value"], report.list_figures(result, ROWS)
 
 
 def page(result: Result) -> str:
     where = f"{result['instances']} stateless engines, policy `{result['policy']}`, waves of {result['wave']} streams"
-    return f"{report.markdown(*table(result), right=True)}\n\n{where} · {report.device_conditions(result)}"
+    return report.device_page(table(result), where, result)
 
 
 PAGES = {"survive": page}

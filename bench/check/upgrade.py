@@ -259,13 +259,13 @@ ROWS = (
 
 
 def table(result: Result) -> report.Cells:
-    return ["figure", "value"], [[f"`{name}`", report.number(result.get(name))] for name in ROWS]
+    return ["figure", "value"], report.list_figures(result, ROWS)
 
 
 def page(result: Result) -> str:
     where = f"{result['instances']} stateless engines, SGLang {' to '.join(result['hosts'])} and back, "
     where += f"policy `{result['policy']}`"
-    return f"{report.markdown(*table(result), right=True)}\n\n{where} · {report.device_conditions(result)}"
+    return report.device_page(table(result), where, result)
 
 
 PAGES = {"upgrade": page}
