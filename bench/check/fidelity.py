@@ -79,10 +79,8 @@ def measure_lone(fleet: LiveFleet, policy: str) -> Row:
 
 def start_engines(case: LiveCase, options: Options, bench: str = "fidelity") -> AbstractContextManager[LiveFleet]:
     """``bench``: whose logs these are. Entering it raises ServerError."""
-    names = ("profile", "time_scale", "seed", "timeout_s", "out")
     flags = ["--pla-emulate-kv-gbps", f"{options.kv_gbps:g}", *case.launch_flags]
-    name = f"{bench}-{case.cluster.replace('/', '-')}"
-    return running_fleet(name, flags, **{key: getattr(options, key) for key in names})
+    return running_fleet(f"{bench}-{case.cluster.replace('/', '-')}", flags, options)
 
 
 def run_cluster(cases: Sequence[LiveCase], traces: Mapping[str, Trace], steps: Steps, options: Options) -> None:

@@ -211,8 +211,7 @@ def run_parts(keys: Sequence[Row], steps: Steps, options: Options) -> None:
     flags = ["--stateless", str(options.instances), "--pla-emulate-kv-gbps", f"{options.kv_gbps:g}"]
     flags += ["--chunked-prefill-size", str(options.chunk_tokens), "--stream-interval", "1"]
     flags += ["--json-model-override-args", MODEL_CHECKS]
-    names = ("profile", "time_scale", "seed", "timeout_s", "out")
-    with running_fleet("flips", flags, **{key: getattr(options, key) for key in names}) as fleet:
+    with running_fleet("flips", flags, options) as fleet:
         for key in missing:
             if steps.has_time(needed_s):
                 steps.add(key, measure_part(fleet, key["at"], options))
@@ -256,17 +255,14 @@ PAGE_ROWS = ("flips", "requests", "failed", "altered", *TIMED, "cache_kept", "va
 
 def table(result: Result) -> report.Cells:
     names = ["flips", "requests", "failed", "altered", *TIMED, "p_to_d", "d_to_p"]
-    names += ["not_timed"] if "not_timed" in result else []
-    names += ["hit_rate_before", "hit_rate_after", "cache_kept", "host_overhead_share"]
-    cells = [[f"`{name}`", report.number(result[name])] for name in names]
-    return ["figure", "value"], [*cells, ["`valid`", report.yes_no(result["valid"])]]
+    names += ["not_timed", "hit_rate_before", "hit_rate_after", "cache_kept", "host_overhead_share"]
+    return ["figure", "value"], [*report.list_figures(result, names), ["`valid`", report.yes_no(result["valid"])]]
 
 
 def page(result: Result) -> str:
     load = f"{result['instances']} stateless engines, {result['rate']:g} requests/s, a flip every {result['gap_s']:g} s"
     where = f"{load} of device time, chunks of {result['chunk_tokens']:,}"
-    shown = report.keep_rows(table(result), PAGE_ROWS)
-    return f"{report.markdown(*shown, right=True)}\n\n{where} · {report.device_conditions(result)}"
+    return report.device_page(report.keep_rows(table(result), PAGE_ROWS), where, result)
 
 
 PAGES = {"flips": page}

@@ -156,9 +156,8 @@ def run(options: argparse.Namespace) -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     pairs = ["--prefill", str(options.prefill), "--decode", str(options.decode)]
     flags = ["--stateless", str(options.stateless)] if options.stateless else pairs
-    device = {name: getattr(options, name) for name in ("profile", "time_scale", "seed", "out")}
     by_policy: dict[str, Any] = {}
-    with measuring(), running_fleet("parity-cluster", flags, timeout_s=TIMEOUT_S, **device) as fleet:
+    with measuring(), running_fleet("parity-cluster", flags, options, timeout_s=TIMEOUT_S) as fleet:
         for policy in options.policies.split(","):
             its_fleet = dataclasses.replace(fleet, log=options.out / f"{policy}.log")
             by_policy[policy] = measure_policy(policy, its_fleet, options)

@@ -228,13 +228,12 @@ PAGE_ROWS = (
 
 
 def table(result: Result) -> report.Cells:
-    return ["figure", "value"], [[f"`{name}`", report.number(result[name])] for name in ROWS]
+    return ["figure", "value"], report.list_figures(result, ROWS)
 
 
 def page(result: Result) -> str:
     where = f"2 raylets, {result['instances']} stateless engines, policy `{result['policy']}`"
-    shown = report.keep_rows(table(result), PAGE_ROWS)
-    return f"{report.markdown(*shown, right=True)}\n\n{where} · {report.device_conditions(result)}"
+    return report.device_page(report.keep_rows(table(result), PAGE_ROWS), where, result)
 
 
 PAGES = {"ray_chaos": page}

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import shlex
+import subprocess
+import sys
 from typing import Any
 
 from bench.check.leftovers import wait_until_at_rest
-from bench.compare.stock_client import client_command, run_load_client
-from bench.harness.bench import Result, measuring
+from bench.harness.bench import BenchError, Result, measuring
 from bench.harness.cli import add_emulated_device, add_output, emulation_flags
 from bench.harness.report import device_conditions, emit, environment, markdown, say
 from bench.harness.servers import running_cluster
@@ -37,20 +39,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def command_of(options: argparse.Namespace, backend: str, url: str, model: str) -> list[str]:
-    lengths = (options.input_len, options.output_len)
-    further = ["--random-range-ratio", "0.05", "--seed", str(options.seed)]
-    return client_command(
-        backend, url, model, requests=options.requests, lengths=lengths, rate=options.rate, further=further
-    )
+    """Arguments of Python; all of them are stock. Random token ids, so that nothing is downloaded."""
+    flags = ["--backend", backend, "--base-url", url, "--model", model, "--tokenizer", model]
+    flags += ["--dataset-name", "random-ids", "--num-prompts", str(options.requests)]
+    flags += ["--random-input-len", str(options.input_len), "--random-output-len", str(options.output_len)]
+    flags += ["--request-rate", str(options.rate), "--random-range-ratio", "0.05", "--seed", str(options.seed)]
+    return ["-m", "sglang.bench_serving", *flags]
 
 
 def run_client(options: argparse.Namespace, backend: str, url: str, model: str) -> dict[str, Any]:
-    """Its figures, and the command that gives them. Raises BenchError."""
+    """Its figures, and the command that gives them. Raises BenchError where it fails or writes nothing."""
     say(f"sglang.bench_serving --backend {backend}")
     output = options.out / f"bench_serving-{backend}.jsonl"
-    figures, _ = asyncio.run(run_load_client(command_of(options, backend, url, model), output))
-    command = f"python {shlex.join(command_of(options, backend, 'URL', 'MODEL'))}"
-    return {"requests": options.requests, "command": command} | {name: figures[name] for name in ("completed", *SHOWN)}
+    output.unlink(missing_ok=True)
+    command = [sys.executable, *command_of(options, backend, url, model), "--disable-tqdm"]
+    command += ["--output-file", str(output)]
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+    if done.returncode != 0 or not output.is_file():
+        text = f"{done.stdout}{done.stderr}"[-3000:]
+        raise BenchError(f"bench_serving ended with {done.returncode}:\n{text}")
+    found = json.loads(output.read_text(encoding="utf-8").splitlines()[-1])
+    shown = f"python {shlex.join(command_of(options, backend, 'URL', 'MODEL'))}"
+    return {"requests": options.requests, "command": shown} | {name: found.get(name) for name in ("completed", *SHOWN)}
 
 
 def run(options: argparse.Namespace) -> int:

@@ -212,18 +212,15 @@ PAGE_ROWS = ("streams", "completed", "tokens_wrong", "takeovers", "takeover_max_
 
 
 def table(result: Result) -> report.Cells:
-    rows = [[f"`{name}`", report.number(result[name])] for name in ROWS]
-    rows += [
-        [f"{take['signal']}, seconds until the next one leads", report.number(take["taken_s"])]
-        for take in result["takes"]
-    ]
+    rows = report.list_figures(result, ROWS)
+    for take in result["takes"]:
+        rows.append([f"{take['signal']}, seconds until the next one leads", report.number(take["taken_s"])])
     return ["figure", "value"], rows
 
 
 def page(result: Result) -> str:
     where = f"{result['instances']} stateless engines, {result['relays']} relays, policy `{result['policy']}`"
-    shown = report.keep_rows(table(result), PAGE_ROWS)
-    return f"{report.markdown(*shown, right=True)}\n\n{where} · {report.device_conditions(result)}"
+    return report.device_page(report.keep_rows(table(result), PAGE_ROWS), where, result)
 
 
 PAGES = {"standby": page}

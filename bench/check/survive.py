@@ -268,13 +268,12 @@ PAGE_ROWS = ("streams", "streams_hit", "completed", "tokens_wrong", *PAGE_TIMES,
 
 
 def table(result: Result) -> report.Cells:
-    return ["figure", "value"], [[f"`{name}`", report.number(result[name])] for name in ROWS if name in result]
+    return ["figure", "value"], report.list_figures(result, ROWS)
 
 
 def page(result: Result) -> str:
     where = f"{result['instances']} stateless engines, policy `{result['policy']}`, waves of {result['wave']} streams"
-    shown = report.keep_rows(table(result), PAGE_ROWS)
-    return f"{report.markdown(*shown, right=True)}\n\n{where} · {report.device_conditions(result)}"
+    return report.device_page(report.keep_rows(table(result), PAGE_ROWS), where, result)
 
 
 PAGES = {"survive": page}

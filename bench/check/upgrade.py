@@ -262,14 +262,13 @@ PAGE_ROWS = ("streams", "completed", "tokens_wrong", "bytes_wrong", "longest_gap
 
 
 def table(result: Result) -> report.Cells:
-    return ["figure", "value"], [[f"`{name}`", report.number(result.get(name))] for name in ROWS]
+    return ["figure", "value"], report.list_figures(result, ROWS)
 
 
 def page(result: Result) -> str:
     where = f"{result['instances']} stateless engines, SGLang {' to '.join(result['hosts'])} and back, "
     where += f"policy `{result['policy']}`"
-    shown = report.keep_rows(table(result), PAGE_ROWS)
-    return f"{report.markdown(*shown, right=True)}\n\n{where} · {report.device_conditions(result)}"
+    return report.device_page(report.keep_rows(table(result), PAGE_ROWS), where, result)
 
 
 PAGES = {"upgrade": page}

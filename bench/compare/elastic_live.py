@@ -82,9 +82,8 @@ def running_arm(name: str, instances: int, options: argparse.Namespace) -> Itera
     """Engines of its own, and the address of a router in front. Raises ServerError."""
     policy, _, planner = (FIXED_POLICY, "", "") if name == FIXED else name.partition("+")
     label = f"elastic-{name.replace('+', '-')}"
-    device: dict[str, Any] = {"profile": options.profile, "time_scale": options.time_scale, "seed": options.seed}
     flags = ("--stateless", str(instances), *ENGINES)
-    with running_fleet(label, flags, **device, timeout_s=options.timeout_s, out=options.out) as fleet:
+    with running_fleet(label, flags, options) as fleet:
         given = router_flags(planner, options.out / f"{label}.state.json", options)
         with fleet.running_router(policy, given) as url:
             yield fleet, url

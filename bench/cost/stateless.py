@@ -19,11 +19,11 @@ way for at most ``--max-overhead`` of the time, every token right.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import random
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -78,14 +78,11 @@ def key_of(options: Options, **what: Any) -> Row:
 # -- live --------------------------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def start_engines(name: str, counts: Mapping[str, int], options: Options) -> Iterator[LiveFleet]:
-    """Raises ServerError."""
+def start_engines(name: str, counts: Mapping[str, int], options: Options) -> AbstractContextManager[LiveFleet]:
+    """Entering it raises ServerError."""
     flags = [part for kind, count in counts.items() for part in (f"--{kind}", str(count))]
     flags += ["--pla-emulate-kv-gbps", f"{options.kv_gbps:g}"]
-    names = ("profile", "time_scale", "seed", "timeout_s", "out")
-    with running_fleet(f"stateless-{name}", flags, **{key: getattr(options, key) for key in names}) as fleet:
-        yield fleet
+    return running_fleet(f"stateless-{name}", flags, options)
 
 
 def measure_run(fleet: LiveFleet, name: str, policy: str, trace: Trace) -> Row:

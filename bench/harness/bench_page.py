@@ -73,7 +73,6 @@ HEADLINES: Mapping[str, tuple[str, str]] = {
     "ttft_p99_error": ("of P99 TTFT {}", ""),
     "attainment_error": ("of attainment {}", ""),
     "step_error_p99": ("P99 relative error of a step {}", ""),
-    "peak_streams": ("{} streams at once", ""),
     "client_lag_p99_ms": ("P99 lag of the client {} ms", ""),
     "split_added_ttft_p50_ms": ("P50 TTFT {} ms longer", ""),
     "added_p50_ms": ("a pass takes {} ms longer (P50)", ""),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -135,15 +136,17 @@ def is_in_time(row: Mapping[str, Any], max_overhead: float) -> bool:
 
 @contextmanager
 def running_fleet(
-    name: str, flags: Sequence[str], *, profile: str, time_scale: float, seed: int, timeout_s: float, out: Path
+    name: str, flags: Sequence[str], options: argparse.Namespace, *, timeout_s: float | None = None
 ) -> Iterator[LiveFleet]:
-    """``flags``: of ``launch_cluster``. Raises ServerError."""
+    """``flags``: of ``launch_cluster``; ``timeout_s``: of a request, None: that of ``options``. Raises ServerError."""
     telemetry = f"tcp://127.0.0.1:{free_port()}"
-    arguments = ["--router", "none", "--quiet", *cli.device_flags(profile, time_scale)]
+    arguments = ["--router", "none", "--quiet", *cli.device_flags(options.profile, options.time_scale)]
     arguments += ["--pla-telemetry", telemetry, "--stream-interval", "8"]
     arguments += [*flags, "--max-running-requests", str(SLOTS)]
-    with servers.running_cluster(arguments, out, name) as described:
-        yield LiveFleet(described, telemetry, out / f"{name.partition('-')[0]}-router.log", time_scale, seed, timeout_s)
+    log = options.out / f"{name.partition('-')[0]}-router.log"
+    timeout_s = options.timeout_s if timeout_s is None else timeout_s
+    with servers.running_cluster(arguments, options.out, name) as described:
+        yield LiveFleet(described, telemetry, log, options.time_scale, options.seed, timeout_s)
 
 
 def points_of(records: Sequence[Record], time_scale: float) -> Points:

@@ -175,6 +175,16 @@ def number(value: float | None, unit: str = "") -> str:
     return f"{shown} {unit}".rstrip()
 
 
+def list_figures(result: Result, names: Iterable[str]) -> list[list[str]]:
+    """A row a figure, by its key; one that the result does not have has none."""
+    return [[f"`{name}`", number(result[name])] for name in names if name in result]
+
+
+def device_page(cells: Cells, where: str, result: Result) -> str:
+    """A table, its columns of figures to the right, and under it what stood on the emulated device, and when."""
+    return f"{markdown(*cells, right=True)}\n\n{where} · {device_conditions(result)}"
+
+
 # -- what stands around the tables of pages ----------------------------------------------------------------------------
 
 

@@ -7,9 +7,9 @@ after one that is missed a lower one. Every token is checked.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -145,13 +145,9 @@ class Contest:
         starts, target = {self.name: (lowest + failed) // 2}, self.options.target
         return search_rungs(starts, measure, target=target, lowest=lowest, failed=failed)[self.name]
 
-    @contextlib.contextmanager
-    def running(self) -> Iterator[LiveFleet]:
-        """Raises ServerError."""
-        names = ("profile", "time_scale", "seed", "timeout_s", "out")
-        name = f"{self.bench}-{self.name.replace('/', '-')}"
-        with running_fleet(name, self.engine_flags(), **{key: getattr(self.options, key) for key in names}) as fleet:
-            yield fleet
+    def running(self) -> AbstractContextManager[LiveFleet]:
+        """Entering it raises ServerError."""
+        return running_fleet(f"{self.bench}-{self.name.replace('/', '-')}", self.engine_flags(), self.options)
 
     def measure_live(self, fleet: LiveFleet, rung: int) -> Row:
         """Raises ServerError."""

@@ -258,8 +258,7 @@ def run_arms(arms: Sequence[Arm], rates: Mapping[str, float], steps: Steps, opti
     needed_s = {layout: options.requests / rate * options.time_scale + DRAIN_S for layout, rate in rates.items()}
     if not missing or not steps.has_time(START_S + needed_s[missing[0][0].layout]):
         return
-    names = ("profile", "time_scale", "seed", "timeout_s", "out")
-    with running_fleet("star", engine_flags(options), **{name: getattr(options, name) for name in names}) as fleet:
+    with running_fleet("star", engine_flags(options), options) as fleet:
         for arm, number in missing:
             if steps.has_time(needed_s[arm.layout]):
                 trace = make_trace(options, rates[arm.layout], options.seed + number)

@@ -2,10 +2,9 @@
 
 ``python -m pla_sglang.testing.mock_instance INSTANCES`` runs several in one process. They answer what routers ask
 about, and /generate: *prefill*, *decode* and *unified* send ``max_new_tokens`` events, ``temperature`` seconds apart,
-each with the time at which it was sent (CLOCK_MONOTONIC nanoseconds, which all processes of a machine share); *oracle*
-sends the tokens that the oracle expects, one an event, as an engine with incremental streaming would; *crowded* has
-little room; *stateless* says token ids in the streams that a router marks. Events of all streams with one distance
-tick together, as those of an engine's batch do.
+each with the time at which it was sent (CLOCK_MONOTONIC nanoseconds, which all processes of a machine share);
+*crowded* has little room; *stateless* says token ids in the streams that a router marks. Events of all streams with one
+distance tick together, as those of an engine's batch do.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ import psutil
 import uvloop
 
 from pla_sglang.fleet.cluster.ports import free_port
-from pla_sglang.sim import chain
 from pla_sglang.testing.server import ServerError
 
 STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -238,41 +236,6 @@ class StatelessMock(Mock):
         return described
 
 
-class OracleMock(Mock):
-    """One connection to an instance that answers as the oracle does, with an event every ``gap_s``."""
-
-    def __init__(self, gap_s: float, kind: str, port: int, tickers: dict[float, Ticker]) -> None:
-        super().__init__(kind, port, tickers)
-        self._gap_s = gap_s
-        self._tokens: tuple[int, ...] = ()
-        self._sent = 0
-
-    def _keep(self, body: bytes) -> bytes:
-        return body
-
-    def _generate(self) -> None:
-        asked = msgspec.json.decode(self._body)
-        self._tokens = chain.expected(asked["input_ids"], asked["sampling_params"]["max_new_tokens"]).tokens
-        self._sent = 0
-        self._transport.write(STREAM_HEAD)
-        self._tick(len(self._tokens), self._gap_s)
-
-    def write_event(self, *, last: bool) -> None:
-        token = self._tokens[self._sent]
-        self._sent += 1
-        about = {
-            "id": "0123456789abcdef0123456789abcdef",
-            "finish_reason": {"type": "stop", "matched": token} if last else None,
-            "prompt_tokens": 64,
-            "weight_version": "default",
-            "total_retractions": 0,
-            "completion_tokens": self._sent,
-            "cached_tokens": 0,
-        }
-        event = msgspec.json.encode({"text": "", "output_ids": [token], "meta_info": about})
-        self._write_chunk(b"data: " + event + b"\n\n", last=last)
-
-
 class CrowdedMock(Mock):
     """Serves ``ROOM`` requests at a time in ``SERVICE_S``, and refuses others as SGLang 0.5.17 with a full queue does.
 
@@ -319,10 +282,10 @@ class Mocks:
 
 
 @contextlib.contextmanager
-def running_mocks(*kinds: str, gap_s: float = 0.0) -> Iterator[Mocks]:
-    """An instance of each kind, ready. ``gap_s``: between two events of oracles. Raises ServerError."""
+def running_mocks(*kinds: str) -> Iterator[Mocks]:
+    """An instance of each kind, ready. Raises ServerError."""
     ports = tuple(free_port() for _ in kinds)
-    settings = json.dumps({"ports": ports, "kinds": kinds, "gap_s": gap_s})
+    settings = json.dumps({"ports": ports, "kinds": kinds})
     command = [sys.executable, "-m", "pla_sglang.testing.mock_instance", settings]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -333,11 +296,10 @@ def running_mocks(*kinds: str, gap_s: float = 0.0) -> Iterator[Mocks]:
             process.kill()
 
 
-async def serve(kinds: list[str], ports: list[int], gap_s: float) -> None:
+async def serve(kinds: list[str], ports: list[int]) -> None:
     tickers: dict[float, Ticker] = {}
     for kind, port in zip(kinds, ports, strict=True):
-        oracle = functools.partial(OracleMock, gap_s)
-        others: dict[str, Callable[..., Mock]] = {"oracle": oracle, "crowded": CrowdedMock, "stateless": StatelessMock}
+        others: dict[str, Callable[..., Mock]] = {"crowded": CrowdedMock, "stateless": StatelessMock}
         factory = functools.partial(others.get(kind, Mock), kind, port, tickers)
         await asyncio.get_running_loop().create_server(factory, "127.0.0.1", port, backlog=4096)
     print("ready", flush=True)

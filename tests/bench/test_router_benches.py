@@ -5,14 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from bench.check import parity, router_clients
 from bench.check.chaos import bench as chaos
-from bench.compare import router
 from bench.harness.catalogue import BENCHES
-from bench.harness.servers import router_command
-from pla_sglang.common.errors import ConfigError
 from pla_sglang.policy.registry import live_policy_names
 
 WHERE = {"environment": {"hardware": "2 x cpu", "plugin_commit": "abc"}, "profile": "p", "time_scale": 4.0, "seed": 0}
@@ -57,17 +52,3 @@ def test_the_page_of_chaos_shows_failures_as_what_they_are() -> None:
     assert "| failed otherwise | 3 |" in page
     assert "| ledger balances, gauges at 0, queues and KV of each instance back at their start | NO |" in page
     assert "SIGKILL of `decode-0`" in page
-
-
-@pytest.mark.parametrize("arm", ["pla", "mini-lb:random", "sglang:best"])
-def test_arms_of_the_router_comparison_are_checked(arm: str) -> None:
-    with pytest.raises(ConfigError, match="allowed: sglang:round_robin"):
-        router.router_of(arm)
-
-
-def test_both_routers_stand_before_the_same_engines() -> None:
-    described = {"instances": [{"name": "a", "kind": "unified", "url": "http://127.0.0.1:1"}]}
-    for arm, module in (("pla:cache-aware", "pla_sglang.launch_router"), ("sglang:cache_aware", "sglang_router")):
-        command = router_command(router.router_of(arm), described, 5)
-        assert command[2].startswith(module)
-        assert "http://127.0.0.1:1" in command

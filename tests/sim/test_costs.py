@@ -68,31 +68,30 @@ def test_ended_by_is_the_inverse_of_end(a: float, b: float, c: float, steps: int
     assert segment.ended_by(segment.end_s(steps)) == steps
 
 
-def test_a_batch_runs_in_the_next_larger_graph_and_eagerly_above() -> None:
+def test_a_prefill_pass_runs_in_the_next_larger_graph_and_eagerly_above() -> None:
     with_floor = dataclasses.replace(LINEAR, launch_floor=LaunchFloor(eager_s=0.05, graph_s=0.0))
-    costs = StepCosts(with_floor, decode_graph_batches=(4, 8), prefill_graph_tokens=(64, 128))
-    assert costs.decode_s(5, 500) == pytest.approx(with_floor.decode_s(8, 800))
-    assert costs.decode_s(9, 900) == pytest.approx(0.05)
+    costs = StepCosts(with_floor, prefill_graph_tokens=(64, 128))
+    assert costs.prefill_s(129, 129 * 129, 0, 1) == pytest.approx(0.129)
+    assert costs.prefill_s(5, 25, 0, 1) == pytest.approx(0.064), "eagerly it would take 0.05 s"
     assert costs.prefill_s(65, 65 * 65, 0, 1) == pytest.approx(0.128)
     assert costs.prefill_s(10, 100, 0, 1) == pytest.approx(0.064)
     assert StepCosts(with_floor, prefill_graph_tokens=()).prefill_s(10, 100, 0, 1) == pytest.approx(0.05)
 
 
-def test_overhead_and_scale_count_in_every_pass() -> None:
-    costs = StepCosts(LINEAR, overhead_s=1e-3, time_scale=2.0)
+def test_overhead_counts_in_every_pass() -> None:
+    costs = StepCosts(LINEAR, overhead_s=1e-3)
     plain = StepCosts(LINEAR)
-    assert costs.decode_s(3, 30) == pytest.approx(2 * (plain.decode_s(3, 30) + 1e-3))
-    assert costs.prefill_s(5, 25, 0, 1) == pytest.approx(2 * (plain.prefill_s(5, 25, 0, 1) + 1e-3))
+    assert costs.decode_s(3, 30) == pytest.approx(plain.decode_s(3, 30) + 1e-3)
+    assert costs.prefill_s(5, 25, 0, 1) == pytest.approx(plain.prefill_s(5, 25, 0, 1) + 1e-3)
     mixed = StepCosts(LINEAR).mixed_s(5, 25, 0, 1, 3, 30)
-    assert costs.mixed_s(5, 25, 0, 1, 3, 30) == pytest.approx(2 * (mixed + 1e-3))
+    assert costs.mixed_s(5, 25, 0, 1, 3, 30) == pytest.approx(mixed + 1e-3)
 
 
 @pytest.mark.parametrize(
     ("knobs", "message"),
     [
-        ({"decode_graph_batches": (8, 4)}, "decode_graph_batches is"),
+        ({"prefill_graph_tokens": (8, 4)}, "prefill_graph_tokens is"),
         ({"prefill_graph_tokens": (0, 4)}, "prefill_graph_tokens is"),
-        ({"time_scale": 0.0}, "time_scale 0.0 is out of range; allowed: above 0"),
         ({"overhead_s": -1.0}, "overhead_s -1.0 is out of range"),
     ],
 )

@@ -213,9 +213,8 @@ def run_scenes(options: Options) -> Row:
     """Raises ConfigError, ServerError, PlaError, TimeoutError."""
     flags = ["--stateless", str(options.instances), "--prefill-disagg", "temporal", "--enable-metrics"]
     flags += ["--pla-emulate-kv-failures", f"{options.kv_failures:g}"]
-    device: dict[str, Any] = {"profile": options.profile, "time_scale": options.time_scale, "seed": options.seed}
     with (
-        running_fleet("alerts", flags, **device, timeout_s=causes.REQUEST_S, out=options.out) as fleet,
+        running_fleet("alerts", flags, options, timeout_s=causes.REQUEST_S) as fleet,
         running_router(fleet, options) as router,
     ):
         engines = [one["url"].removeprefix("http://") for one in fleet.described["instances"]]

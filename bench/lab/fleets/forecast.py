@@ -3,10 +3,8 @@
 DOPD's controller plans every interval from a forecast of the load. Each forecaster gets the headroom (a factor on its
 forecast) and the floor (instances that are always kept) with which it keeps the attainment target at the least cost;
 then GPU-hours are compared. ``fixed`` is the smallest fleet that never changes, ``oracle`` knows the coming interval.
-``_raw``: without DOPD's running correction of forecasts. Two levels:
-
-* by interval, for traces with days or hours: the controller itself on recorded counts (``sim/interval_plans.py``);
-* by request, for two of the hours: the whole simulation, policy ``dopd``, ten times as fast (``by_request.py``).
+``_raw``: without DOPD's running correction of forecasts. The controller runs on counts by interval of traces that have
+days or hours (``interval_plans.py``); on their requests it runs in ``python -m bench elastic_recorded``.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from bench.harness.report import emit, environment, show, stdout
 from bench.harness.steps import Row
 from bench.lab import cells
 from bench.lab.cells import CellRunner, data_folder
-from bench.lab.fleets import by_request, interval_plans
+from bench.lab.fleets import interval_plans
 from bench.lab.fleets.interval_plans import Forecasts, History, cheapest, fixed_fleet, lower_bound_hours, planner_for
 from bench.lab.fleets.load_series import LoadSeries, read_series
 from bench.lab.fleets.tables import Table, mark_best
@@ -36,7 +34,6 @@ from pla_sglang.policy.registry import FORECASTERS as CANDIDATES  # what ``Setup
 BUSY_INSTANCES = 12.0  # the mean load keeps so many busy, so that one more or less is a matter of per cent
 TARGETS = (0.95, 0.99)
 MAIN_TARGET = 0.99
-REQUEST_TARGET = 0.95
 DAY_HOURS = 24
 INTERVALS = 14 * DAY_HOURS  # by default, the last ones of each series
 FORECASTERS: Mapping[str, tuple[Callable[[], Forecaster], bool]] = {  # with its maker: corrected as in the product?
@@ -106,53 +103,41 @@ def relative_error(samples: Sequence[LoadSample], expected: Forecasts) -> float 
     return sum(abs(actual - guess) for actual, guess in pairs) / total if total else None
 
 
-def measure_forecasts(
-    runner: CellRunner, folder: Path | None, *, limit: int | None, requests: int | None = 0
-) -> list[Row]:
-    """Rows of both levels: level, trace, forecaster, target, gpu_hours, headroom, attainment, error.
-
-    ``requests``: of each simulated hour at most; 0: no simulation, None: whole hours.
-    """
-    by_interval = cells_of(read_series(folder), limit)
-    rows = [
+def measure_forecasts(runner: CellRunner, folder: Path | None, *, limit: int | None) -> list[Row]:
+    """Rows: trace, forecaster, target, gpu_hours, headroom, attainment, error."""
+    cells_by_key = cells_of(read_series(folder), limit)
+    return [
         {
-            "level": "interval",
-            "trace": by_interval[key].trace,
-            "forecaster": by_interval[key].forecaster,
+            "trace": cells_by_key[key].trace,
+            "forecaster": cells_by_key[key].forecaster,
             "target": float(target),
             "error": value["error"],
             **bill,
         }
-        for key, value in runner.run(by_interval, measure_cell).items()
+        for key, value in runner.run(cells_by_key, measure_cell).items()
         for target, bill in value["by_target"].items()
     ]
-    if requests != 0 and is_complete():
-        simulated = by_request.cells_of(folder, requests, REQUEST_TARGET)
-        by_request_rows = runner.run(simulated, by_request.measure_cell)
-        rows += [{"level": "request", "error": None, **row} for row in by_request_rows.values()]
-    return rows
 
 
 def forecast_gpu_hours(rows: Sequence[Row], target: float = MAIN_TARGET) -> dict[str, dict[str, float]]:
-    """Forecaster -> trace -> GPU-hours with ``target`` attainment kept (by request: with ``REQUEST_TARGET``).
+    """Forecaster -> trace -> GPU-hours with ``target`` attainment kept.
 
     A forecaster that keeps it with no headroom at all has no entry for that trace.
     """
     hours: dict[str, dict[str, float]] = {}
     for row in rows:
-        wanted = target if row["level"] == "interval" else row["target"]
-        if row["target"] == wanted and row["attainment"] >= wanted:
+        if row["target"] == target and row["attainment"] >= target:
             hours.setdefault(row["forecaster"], {})[row["trace"]] = round(row["gpu_hours"], 4)
     return hours
 
 
 def winner(rows: Sequence[Row], target: float = MAIN_TARGET) -> str:
-    """The candidate with the least GPU-hours by interval: least geometric mean over the traces.
+    """The candidate with the least GPU-hours: least geometric mean over the traces.
 
     Where it does not keep the target, an operator would go back to the fixed fleet: those hours count.
     Raises ConfigError without any row of a candidate.
     """
-    hours = forecast_gpu_hours([row for row in rows if row["level"] == "interval"], target)
+    hours = forecast_gpu_hours(rows, target)
     fixed = hours.get(FIXED, {})
     known = sorted(name for name in CANDIDATES if name in hours)
     if not known or not fixed:
@@ -192,17 +177,16 @@ def plot_forecasts(by_forecaster: Mapping[str, Mapping[str, float]], path: Path)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     cells.add_arguments(parser)
-    parser.add_argument("--requests", type=int, default=3000, help="of each simulated hour at most; 0: no simulation")
     parser.add_argument("--intervals", type=int, default=INTERVALS, help="the last ones of each series")
-    parser.add_argument("--full", action="store_true", help="all intervals and all requests")
+    parser.add_argument("--full", action="store_true", help="all intervals")
 
 
 def run(options: argparse.Namespace) -> int:
     """Raises ConfigError, NoStepError."""
     about, folder = environment(), data_folder(options.data)
-    limit, requests = (None, None) if options.full else (options.intervals, options.requests)
+    limit = None if options.full else options.intervals
     runner = cells.make_runner(options, "fleets_forecast")
-    rows = measure_forecasts(runner, folder, limit=limit, requests=requests)
+    rows = measure_forecasts(runner, folder, limit=limit)
     for target in TARGETS:
         show(f"GPU-hours with {target:.0%} of requests served in time", *hours_table(rows, target))
     hours = forecast_gpu_hours(rows)
@@ -215,8 +199,6 @@ def run(options: argparse.Namespace) -> int:
         "winner": best,
         "rows": rows,
         "intervals": limit,
-        "requests": requests,
-        "seed": by_request.SEED,
         "environment": about,
     }
     emit(result, "fleets_forecast", options.out)

@@ -167,8 +167,8 @@ def measure_policies(
     *,
     sizes: Sizes,
     workloads: Sequence[str],
-    policies: Sequence[str] = POLICIES,
-    figures: Sequence[str] = ("capacity", "gpu_hours"),
+    policies: Sequence[str],
+    figures: Sequence[str],
 ) -> list[Row]:
     """A row a workload and policy: capacity_per_s, prefills, gpu_hours, instances, attainment.
 

@@ -54,8 +54,6 @@ FIGURES = {
     "pla_fig7": "PLA-Serve, Figure 7",
     "pla_fig8": "PLA-Serve, Figure 8",
     "pla_table2": "PLA-Serve, Table 2",
-    "fleets": "Beyond the papers: the combination, and forecasts",
-    "theory": "M/G/1 by Pollaczek and Khinchine",
 }
 ALL, PUBLISH = "all", "publish"
 
@@ -138,7 +136,6 @@ def measure(name: str, options: argparse.Namespace) -> Row:
         seed=options.seed,
         jobs=options.jobs,
         dataset=dataset_of(options),
-        scratch=options.out / "cells" if options.resume else None,
         progress=say_progress,
     )
     finding = script(name)(context)

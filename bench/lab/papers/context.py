@@ -41,7 +41,6 @@ class Context:
         seed: of everything random.
         jobs: processes.
         dataset: recorded conversations of PLA-Serve's figures; None: a model of their lengths.
-        scratch: folder in which long scripts keep cells, so that a run can be resumed; None: they keep none.
         progress: called with the number of measured cases and of all.
         points: of what was measured, in that order; all that a result may depend on beside size and seed.
         kept: points of a former run, which take the place of measuring; None: measure.
@@ -52,7 +51,6 @@ class Context:
     seed: int = 1
     jobs: int = 1
     dataset: Dataset | None = None
-    scratch: Path | None = None
     progress: Callable[[int, int], None] = dataclasses.field(default=ignore_progress, compare=False)
     points: list[Point] = dataclasses.field(default_factory=list, compare=False)
     kept: Iterator[Point] | None = dataclasses.field(default=None, compare=False)

@@ -66,7 +66,6 @@ CHANGES: Mapping[str, Sequence[tuple[str, str, str, float | None]]] = {
         ("prediction", "no prediction", "goodput of what is offered", 0.106),
     ],
 }
-Strategies = Mapping[tuple[str, float, str], Runs]  # by testbed, rate, strategy
 WHY_RATE = "At the printed rate our caches are less full than the paper's; compare the saturated rate."
 WHY_SATURATED = "vLLM's P99 TPOT at this rate is near the paper's (star_goodput). By overflows seeds are far apart."
 

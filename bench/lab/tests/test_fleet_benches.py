@@ -15,7 +15,7 @@ from bench.harness.publish import page_of, replace
 from bench.harness.report import markdown
 from bench.harness.steps import Steps
 from bench.lab.cells import CellRunner, data_folder, files_behind
-from bench.lab.fleets import by_request, policies
+from bench.lab.fleets import policies
 from bench.lab.fleets.__main__ import COMMANDS, RESULTS, page_texts
 from bench.lab.kept import unfit_capacities
 from bench.lab.named_workloads import available, workload
@@ -130,7 +130,6 @@ def test_bad_flags_end_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "policy 'nobody' is not known" in capsys.readouterr().err
     assert BENCHES["fleets"].main(["forecast", "--data", str(tmp_path / "none"), "--out", str(tmp_path)]) == 2
     assert "does not exist" in capsys.readouterr().err
-    assert by_request.cells_of(None, 10, 0.9) == {}
 
 
 @pytest.mark.parametrize("marker", [marker for module in COMMANDS.values() for marker in module.PAGES])

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import gzip
 import math
-import random
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from support.traces import write_plain
 
-from bench.lab.fleets import by_request, forecast
+from bench.lab.fleets import forecast
 from bench.lab.fleets.forecast import Cell, forecast_gpu_hours, measure_cell, winner
 from bench.lab.fleets.interval_plans import (
     STARTUP_S,
@@ -26,12 +22,10 @@ from bench.lab.fleets.interval_plans import (
     replay,
 )
 from bench.lab.fleets.load_series import LoadSeries, from_trace
-from bench.lab.named_workloads import WORKLOADS
 from pla_sglang.common.errors import ConfigError
 from pla_sglang.policy.common.forecast import LastValue
-from pla_sglang.policy.common.load_meter import LoadMeter, LoadSample
-from pla_sglang.policy.dopd.planner import DopdController
-from pla_sglang.sim.workload import Arrivals, Trace, generated_trace, length_model
+from pla_sglang.policy.common.load_meter import LoadSample
+from pla_sglang.sim.workload import Trace
 
 
 def history_of(rates: list[float], interval_s: float = 60.0) -> History:
@@ -117,7 +111,6 @@ def test_at_equal_attainment_the_oracle_is_not_beaten_and_a_floor_is_worth_havin
 
 def row(forecaster: str, trace: str, hours: float, **fields: Any) -> dict[str, Any]:
     return {
-        "level": "interval",
         "trace": trace,
         "forecaster": forecaster,
         "target": 0.99,
@@ -147,64 +140,3 @@ def test_every_forecaster_has_a_bill(name: str) -> None:
     found = measure_cell(Cell("t", name, 60.0, samples))
     assert set(found["by_target"]) == {"0.95", "0.99"}
     assert all(bill["gpu_hours"] > 0 for bill in found["by_target"].values())
-
-
-def test_the_oracle_knows_what_the_meter_will_see() -> None:
-    """Interval 6 s: requests at 1 s, 2 s and 13 s that end at 4 s, 8 s and 16 s, metered once and then foreseen."""
-    meter = LoadMeter()
-    meter.take(0.0)
-    samples = []
-    events = (
-        (1.0, meter.arrive, 10),
-        (2.0, meter.arrive, 30),
-        (4.0, meter.finish, 5),
-        (6.0, None, 0),
-        (8.0, meter.finish, 7),
-        (12.0, None, 0),
-        (13.0, meter.arrive, 50),
-        (16.0, meter.finish, 9),
-        (18.0, None, 0),
-    )
-    for now_s, happens, tokens in events:
-        if happens is not None:
-            happens(tokens, now_s)
-        elif (sample := meter.take(now_s)) is not None:
-            samples.append(sample)
-    recorders: list[by_request.Recorder] = []
-    reference = DopdController(planner_for(6.0), lambda: by_request.Recorder(recorders))
-    for sample in samples:
-        reference.forecast(sample)
-    inputs, outputs, concurrency, rate = (recorder.values for recorder in recorders)
-    assert inputs == [20.0, 50.0]  # the interval without arrivals has no mean
-    assert outputs == [5.0, 7.0, 9.0]
-    assert concurrency == pytest.approx([(3 + 4) / 6, 2 / 6, 3 / 6])
-    assert rate == pytest.approx([2 / 6, 0.0, 1 / 6])
-    oracle = DopdController(planner_for(6.0), by_request.script_forecasters(recorders), corrected=False)
-    expected = oracle.forecast(samples[0])
-    assert expected is not None
-    assert (expected.input_tokens, expected.output_tokens, expected.rate_per_s) == (50.0, 7.0, 0.0)
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """A data folder with a made-up hour under the name of a recorded one."""
-    inputs, outputs = length_model("lmsys_first_turn_prompt"), length_model("sharegpt4_output")
-    trace = generated_trace(200, Arrivals(0.5, random.Random(3)), inputs, outputs)
-    write_plain(trace, tmp_path / "plain.csv")
-    packed = gzip.compress((tmp_path / "plain.csv").read_bytes())
-    (tmp_path / WORKLOADS["azure_code"].file).write_bytes(packed)
-    return tmp_path
-
-
-@pytest.mark.parametrize("forecaster", ["peak", "oracle"])
-def test_by_request_takes_the_cheapest_headroom_that_keeps_the_target(
-    folder: Path, forecaster: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(by_request, "HEADROOMS", (1.0, 3.0))
-    cells = by_request.cells_of(folder, None, 0.5)
-    assert len(cells) == len(by_request.FORECASTERS)
-    found = by_request.measure_cell(cells[f"request/azure_code/{forecaster}/None/0.5"])
-    kept = [hours for _, hours, attainment in found["curve"] if attainment >= 0.5]
-    assert len(found["curve"]) == 2
-    assert found["gpu_hours"] == min(kept)
-    assert found["attainment"] >= 0.5

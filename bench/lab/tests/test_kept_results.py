@@ -16,7 +16,7 @@ from bench.check.consistency import check_file, check_folder
 from bench.harness.bench import ROOT
 from bench.harness.catalogue import BENCHES
 from bench.lab.kept import ratio_problems, unfit_rows
-from bench.lab.papers import theory
+from bench.lab.papers import ratios
 from bench.lab.papers.context import Context
 from bench.lab.papers.finding import write
 
@@ -27,9 +27,9 @@ RESULTS = ROOT / "bench" / "lab" / "results"
 def paper(tmp_path: Path) -> Path:
     """The JSON file of a small run, its points beside it."""
     context = Context(size=0)
-    finding = dataclasses.replace(theory.run(context), name="theory", title="T")
+    finding = dataclasses.replace(ratios.run(context), name="ratios", title="T")
     write(finding, tmp_path / "papers", {"size": "test", "seed": 1}, context.points)
-    return tmp_path / "papers" / "theory.json"
+    return tmp_path / "papers" / "ratios.json"
 
 
 def test_published_results_follow_from_their_points() -> None:
@@ -44,20 +44,21 @@ def test_a_changed_point_is_noticed(paper: Path) -> None:
     assert check_file(paper).problems == []
     points = paper.with_suffix(".parquet")
     rows = parquet.read_table(points).to_pylist()
-    rows[0]["simulated_s"] *= 1.001
+    for row in rows:
+        row["requests_per_s"] *= 1 + 0.001 * (row["composition"] == "4P/2D")
     parquet.write_table(pa.Table.from_pylist(rows), points)
     problems = check_file(paper).problems
-    assert any(text.startswith("rows.load 0.3: mean wait.ours") for text in problems)
+    assert any(text.startswith("rows.1000/150, 20 users: 4P/2D and 2P/3D, throughput, times.ours") for text in problems)
 
 
 def test_points_of_other_cases_are_noticed(paper: Path) -> None:
     points = paper.with_suffix(".parquet")
     rows = parquet.read_table(points).to_pylist()
-    parquet.write_table(pa.Table.from_pylist([rows[0] | {"load": 0.4}]), points)
-    assert "load 0.4, not 0.3" in check_file(paper).problems[0]
+    parquet.write_table(pa.Table.from_pylist([rows[0] | {"users": 30}]), points)
+    assert "users 30, not 20" in check_file(paper).problems[0]
     parquet.write_table(pa.Table.from_pylist([*rows, *rows]), points)
-    assert check_file(paper).problems == ["2 points, 1 are used"]
-    parquet.write_table(pa.table({"load": [0.3]}), points)
+    assert check_file(paper).problems == ["12 points, 6 are used"]
+    parquet.write_table(pa.table({"users": [20]}), points)
     assert "does not say what was measured" in check_file(paper).problems[0]
 
 
@@ -95,4 +96,4 @@ def test_the_exit_status_tells(paper: Path, tmp_path: Path, capsys: pytest.Captu
     paper.write_text(json.dumps(record), encoding="utf-8")
     assert BENCHES["consistency"].main(arguments) == 1
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert list(last["differences"]) == ["papers/theory"]
+    assert list(last["differences"]) == ["papers/ratios"]

@@ -56,7 +56,7 @@ def test_the_docs_hold_the_results() -> None:
 
 def test_named() -> None:
     assert named(["all"]) == list(FIGURES)
-    assert named(["theory", "arrow_fig7"]) == ["arrow_fig7", "theory"]
+    assert named(["pla_fig5", "arrow_fig7"]) == ["arrow_fig7", "pla_fig5"]
     with pytest.raises(ConfigError, match="is not known; allowed: all, arrow_fig4"):
         named(["arrow_fig6"])
 
@@ -154,28 +154,28 @@ def test_a_run_can_be_resumed_and_ends_with_the_keys_of_all(
         def run(context: Context) -> Finding:
             calls.append(name)
             rows = [Row("r", 1.0, 2.0, why="w")]
-            claims = [Claim("c", name != "theory")]
+            claims = [Claim("c", name != "pla_table2")]
             return Finding("s", rows, claims, [], lambda: PNG, {f"{name}_key": 1.5}, name=name, title="T")
 
         return run
 
     monkeypatch.setattr(papers, "script", fake)
     monkeypatch.delenv("PLA_BENCH_DATA", raising=False)
-    arguments = ["theory", "pla_fig5", "--resume", "--out", str(tmp_path)]
+    arguments = ["pla_table2", "pla_fig5", "--resume", "--out", str(tmp_path)]
     assert BENCHES["papers"].main(arguments) == 0
     assert BENCHES["papers"].main(arguments) == 0
-    assert calls == ["pla_fig5", "theory"]
+    assert calls == ["pla_fig5", "pla_table2"]
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert last["theory_key"] == last["pla_fig5_key"] == 1.5
-    assert last["claims_that_fail"] == ["theory: c"]
+    assert last["pla_table2_key"] == last["pla_fig5_key"] == 1.5
+    assert last["claims_that_fail"] == ["pla_table2: c"]
     assert last["traces"] == "generated"
     assert BENCHES["papers"].main([*arguments, "--seed", "2"]) == 0  # another setting is measured anew
-    assert calls == ["pla_fig5", "theory"] * 2
+    assert calls == ["pla_fig5", "pla_table2"] * 2
 
 
 def test_bad_names_and_folders_end_with_status_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert BENCHES["papers"].main(["nonsense"]) == 2
-    assert BENCHES["papers"].main(["theory", "--data", "no/such/folder"]) == 2
+    assert BENCHES["papers"].main(["pla_fig5", "--data", "no/such/folder"]) == 2
     assert "does not exist" in capsys.readouterr().err
 
 

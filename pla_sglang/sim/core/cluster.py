@@ -5,7 +5,6 @@ Asks the dispatcher and the controllers, carries out their answers, and tells th
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable
 
@@ -17,7 +16,6 @@ from pla_sglang.sim.core.effects import ClusterEffects
 from pla_sglang.sim.core.engine_knobs import AnswerCaching
 from pla_sglang.sim.core.errors import SimError
 from pla_sglang.sim.core.fleet import Fleet
-from pla_sglang.sim.core.front import AdmissionQueue
 from pla_sglang.sim.core.handoffs import Handoffs
 from pla_sglang.sim.core.instance import SimInstance
 from pla_sglang.sim.core.kernel import Kernel, Priority
@@ -38,8 +36,6 @@ class Cluster:
         self._kernel = kernel
         self._config = config
         self._pending: list[SimRequest] = []  # no instance was ready for their prefill
-        self._front = None if config.front is None else AdmissionQueue(config.front, self.counts)
-        self._dispatching = False
         self._unplaced: list[SimRequest] = []  # none was ready for their decode
         self.fleet = Fleet(kernel, config, policies, self, block_tokens=block_tokens, on_change=self.place_waiting)
         effects = ClusterEffects(self.fleet, self.ledger, self.counts)
@@ -62,53 +58,22 @@ class Cluster:
         if request.input_tokens + request.output_tokens > self._largest:
             self._end(request, SimStage.REFUSED)
             return
-        if self._front is not None and not self._front.admits(len(self.ledger.live) - 1):
-            self._end(request, SimStage.REFUSED)
-            return
         self._dispatch(request)
 
     def _dispatch(self, request: SimRequest) -> None:
         """Sends ``request`` to an instance, or puts it where it waits for one."""
-        if self._front is None:
-            if not self._send_prefill(request):
-                self._pending.append(request)
-            return
-        self._await_turn(request)
-        self._front.queue.push(request)
-        self._dispatch_queue()
-
-    def _dispatch_queue(self) -> None:
-        """Sends what may go, by turns. A role change on the way may call this again: the first call goes on."""
-        assert self._front is not None
-        if self._dispatching:
-            return
-        self._dispatching = True
-        while (request := self._front.next_request(self.fleet.view)) is not None:
-            if not self._send_prefill(request):
-                break
-        self._dispatching = False
-
-    @staticmethod
-    def _await_turn(request: SimRequest) -> None:
-        if request.stage is not SimStage.PENDING:
-            request.move(SimStage.PENDING)
-
-    def _send_prefill(self, request: SimRequest) -> bool:
-        """Asks where ``request`` goes; False while nobody is ready for it."""
         view = request.fleet
         if request.hash_ids:
             view.cached = self.fleet.cache.lookup(request.hash_ids)
         answer = self.runner.dispatch(view, self._kernel.now_s)
         if answer.prefill is None:
-            self._await_turn(request)
-            return False
+            if request.stage is not SimStage.PENDING:
+                request.move(SimStage.PENDING)
+            self._pending.append(request)
+            return
         instance = self.fleet.of(answer.prefill)
         if not self.fleet.is_ready(instance):
             raise SimError(f"{request.rid} was sent to {answer.prefill}, which is {answer.prefill.state.value}")
-        slo_s = math.inf if view.ttft_slo_s is None else view.ttft_slo_s
-        if self._front is not None and not self._front.admits_dispatch(request, slo_s, self._kernel.now_s):
-            self._end(request, SimStage.REFUSED)
-            return True
         request.move(SimStage.PREFILL)
         if request.prefill_start_s is None:
             request.predicted_hit_tokens = view.history_tokens(answer.prefill)
@@ -120,7 +85,6 @@ class Cluster:
             self.fleet.instances[request.planned].incoming.announce(request)
         instance.submit(request)
         self.fleet.note_prompt(request, instance.view.index)
-        return True
 
     def _name_decode(self, request: SimRequest, instance: SimInstance) -> bool:
         """Where ``request`` decodes is said with its dispatch to ``instance``; True: on another one."""
@@ -164,8 +128,6 @@ class Cluster:
 
     def place_waiting(self) -> None:
         """Asks again for requests that found nobody ready."""
-        if self._front is not None:
-            self._dispatch_queue()
         pending, self._pending = self._pending, []
         for request in pending:
             self._dispatch(request)
@@ -214,8 +176,6 @@ class Cluster:
         if slo_s:
             at.report.note_ttft((now_s - request.arrival_s) / slo_s, now_s)
         self.runner.first_token(request.fleet, at.view, now_s)
-        if self._front is not None:
-            self._front.on_first_token(request, now_s)
 
     def on_prefilled(self, request: SimRequest, instance: int) -> None:
         request.fleet.prefilled_on = self.fleet.instances[instance].view
@@ -306,9 +266,6 @@ class Cluster:
         self.ledger.close(request)
         self.runner.finish(request.fleet, output_tokens, self._kernel.now_s)
         self.fleet.note_end(request, output_tokens)
-        if self._front is not None:
-            self._front.on_end(request, output_tokens)
-            self._dispatch_queue()
         self.fleet.check_drained()
         if self.on_closed is not None:
             self.on_closed(request)

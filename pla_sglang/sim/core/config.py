@@ -16,7 +16,6 @@ from pla_sglang.profiles import StepProfile
 from pla_sglang.sim.core.costs import StepCosts
 from pla_sglang.sim.core.engine_knobs import EngineKnobs
 from pla_sglang.sim.core.errors import SimConfigError
-from pla_sglang.sim.core.front import AdmissionQueueKnobs
 from pla_sglang.sim.core.host import NO_HOST, HostKnobs
 from pla_sglang.sim.core.kernel import LATEST_S
 from pla_sglang.sim.core.network import NetworkKnobs
@@ -149,7 +148,7 @@ class SimConfig:
         retries: how often a request is started anew after its instance died.
         output_limit_tokens: ``max_tokens`` that clients send; None: just what the answer has.
         ttft_slo_s, tpot_slo_s: targets that requests carry; None: none.
-        decode_graph_batches, prefill_graph_tokens, overhead_s, time_scale: see ``StepCosts``.
+        prefill_graph_tokens: see ``StepCosts``.
         instance_faults, link_faults: what breaks when.
         cancels: row of the trace -> when its user goes away, in seconds after its arrival.
         users: a closed loop instead of the trace's times: client of the trace -> users at once (``ClosedLoop``). None:
@@ -159,7 +158,6 @@ class SimConfig:
         known_steps, told_profile: what policies know of step times, and the profile that they were made with; None: the
             first instance's.
         prefix_knowledge: what policies know of prefix caches.
-        front: admission and a fair queue before the dispatcher; None: every request is dispatched at once.
         seed: recorded in results; everything random (policies, predictors) is made from it by the caller.
 
     Raises:
@@ -178,10 +176,7 @@ class SimConfig:
     output_limit_tokens: int | None = knob(None, allowed=Range(1))
     ttft_slo_s: float | None = knob(None, allowed=Range(0, above=True, infinite=True))
     tpot_slo_s: float | None = knob(None, allowed=Range(0, above=True, infinite=True))
-    decode_graph_batches: tuple[int, ...] | None = None
     prefill_graph_tokens: tuple[int, ...] | None = None
-    overhead_s: float = 0.0
-    time_scale: float = 1.0
     instance_faults: Sequence[InstanceFault] = ()
     link_faults: Sequence[LinkFault] = ()
     cancels: Mapping[int, float] = dataclasses.field(default_factory=dict)
@@ -191,7 +186,6 @@ class SimConfig:
     known_steps: KnownSteps = KnownSteps.TOLD
     told_profile: StepProfile | None = None
     prefix_knowledge: PrefixKnowledge = PrefixKnowledge.EXACT
-    front: AdmissionQueueKnobs | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -211,10 +205,4 @@ class SimConfig:
 
     def costs_of(self, spec: InstanceSpec) -> StepCosts:
         """Step times of such an instance."""
-        return StepCosts(
-            spec.profile,
-            decode_graph_batches=self.decode_graph_batches,
-            prefill_graph_tokens=self.prefill_graph_tokens,
-            overhead_s=self.overhead_s + self.host.step_s,
-            time_scale=self.time_scale,
-        )
+        return StepCosts(spec.profile, prefill_graph_tokens=self.prefill_graph_tokens, overhead_s=self.host.step_s)

@@ -67,52 +67,42 @@ class StepCosts:
 
     Args:
         profile: measured step times.
-        decode_graph_batches: batch sizes with a captured graph, ascending; a batch runs in the next larger one, padded,
-            and above the largest eagerly. None: a graph for every size.
-        prefill_graph_tokens: likewise for the new tokens of a prefill pass. Empty: never a graph.
+        prefill_graph_tokens: new tokens of a prefill pass with a captured graph, ascending; a pass runs in the next
+            larger one, padded, and above the largest eagerly. None: a graph for every size. Empty: never a graph.
         overhead_s: added to every pass: what the host does while the device waits for it.
-        time_scale: every pass takes this many times as long, overhead included.
 
     Raises:
-        ConfigError: buckets that do not rise, or a time scale that is not above 0.
+        ConfigError: sizes that do not rise.
     """
 
     def __init__(
         self,
         profile: StepProfile,
         *,
-        decode_graph_batches: tuple[int, ...] | None = None,
         prefill_graph_tokens: tuple[int, ...] | None = None,
         overhead_s: float = 0.0,
-        time_scale: float = 1.0,
     ) -> None:
-        for name, buckets in (
-            ("decode_graph_batches", decode_graph_batches),
-            ("prefill_graph_tokens", prefill_graph_tokens),
-        ):
-            if buckets is not None and list(buckets) != sorted({size for size in buckets if size > 0}):
-                raise SimConfigError(f"{name} is {buckets}; allowed: whole numbers above 0, rising")
-        require("time_scale", time_scale, 0, LATEST_S, above=True)
+        sizes = prefill_graph_tokens
+        if sizes is not None and list(sizes) != sorted({size for size in sizes if size > 0}):
+            raise SimConfigError(f"prefill_graph_tokens is {sizes}; allowed: whole numbers above 0, rising")
         require("overhead_s", overhead_s, 0, LATEST_S)
         self.profile = profile
         self._overhead_s = overhead_s
-        self._decode_buckets = decode_graph_batches
-        self._prefill_buckets = prefill_graph_tokens
-        self._scale = time_scale
+        self._graph_tokens = sizes
         self._breaks = profile.decode_correction.context
         self._linear = not profile.decode_correction.batch
 
     def prefill_s(self, new_tokens: int, attention: int, history_tokens: int, requests: int) -> float:
         """One prefill pass; ``attention`` is the sum of L*(L + 2*H)."""
-        padded, graph = _bucket(self._prefill_buckets, new_tokens)
+        padded, graph = self._graph_of(new_tokens)
         step_s = self.profile.prefill_s(padded, attention, history_tokens, requests, graph=graph)
-        return self._scale * (self._overhead_s + step_s)
+        return self._overhead_s + step_s
 
     def mixed_s(
         self, new_tokens: int, attention: int, history_tokens: int, requests: int, batch: int, context_tokens: int
     ) -> float:
         """One pass that holds prefill chunks and one token of each of ``batch`` running requests."""
-        _, graph = _bucket(self._prefill_buckets, new_tokens + batch)
+        _, graph = self._graph_of(new_tokens + batch)
         step_s = self.profile.step_s(
             new_tokens=new_tokens,
             attention=attention,
@@ -122,14 +112,19 @@ class StepCosts:
             context_tokens=context_tokens,
             graph=graph,
         )
-        return self._scale * (self._overhead_s + step_s)
+        return self._overhead_s + step_s
+
+    def _graph_of(self, tokens: int) -> tuple[int, bool]:
+        """The size that a prefill pass of so many tokens is run with, and whether as a graph."""
+        sizes = self._graph_tokens
+        if sizes is None:
+            return tokens, True
+        place = bisect.bisect_left(sizes, tokens)
+        return (sizes[place], True) if place < len(sizes) else (tokens, False)
 
     def decode_s(self, batch: int, context_tokens: int) -> float:
         """One decode step."""
-        padded, graph = _bucket(self._decode_buckets, batch)
-        context = context_tokens * padded / batch  # the table is by context per request
-        step_s = self.profile.decode_s(padded, context if padded != batch else context_tokens, graph=graph)
-        return self._scale * (self._overhead_s + step_s)
+        return self._overhead_s + self.profile.decode_s(batch, context_tokens, graph=True)
 
     def segment(self, batch: int, context_tokens: int, most_steps: int) -> Segment:
         """Up to ``most_steps`` decode steps from here, as far as one polynomial describes them exactly."""
@@ -137,8 +132,7 @@ class StepCosts:
         if most_steps == 1:
             return Segment(first, 0.0, 0.0, 1)
         steps = min(most_steps, self._steps_to_break(batch, context_tokens))
-        graph = _bucket(self._decode_buckets, batch)[1]
-        floor = self._scale * (self._overhead_s + self.profile.launch_floor_s(graph=graph))
+        floor = self._overhead_s + self.profile.launch_floor_s(graph=True)
         if first <= floor:
             return self._at_floor(batch, context_tokens, floor, steps)
         if self._linear or steps == 2:
@@ -175,11 +169,3 @@ class StepCosts:
         if above == len(self._breaks):
             return FAR
         return max(1, math.floor(self._breaks[above] - each) + 1)
-
-
-def _bucket(buckets: tuple[int, ...] | None, size: int) -> tuple[int, bool]:
-    """The size that is run, and whether as a graph."""
-    if buckets is None:
-        return size, True
-    place = bisect.bisect_left(buckets, size)
-    return (buckets[place], True) if place < len(buckets) else (size, False)

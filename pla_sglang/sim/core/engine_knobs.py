@@ -24,8 +24,8 @@ class EngineKnobs:
         chunk_tokens: new tokens of one prefill pass at most (``--chunked-prefill-size``).
         slots: requests in the running batch at most (``--max-running-requests``).
         mixed: decodes join prefill passes (``--enable-mixed-chunk``; what vLLM does).
-        decode_interval, decode_interval_batch: after a prefill pass come that many decode steps before the next one
-            (``--prefill-decode-interval``), while at least so many requests run (``--prefill-decode-interval-min-bs``).
+        decode_interval: after a prefill pass come that many decode steps before the next one, while anything runs
+            (``--prefill-decode-interval``).
         growth_start, growth_least, growth_decay_steps: share of the running requests' limits that admission counts
             on (SGLang's new-token ratio): it falls linearly from start to least over that many decode steps, and rises
             to what was observed when a request is retracted.
@@ -46,7 +46,6 @@ class EngineKnobs:
     slots: int = knob(1024, allowed=Range(1))
     mixed: bool = False
     decode_interval: int = knob(0, allowed=Range(0))
-    decode_interval_batch: int = knob(0, allowed=Range(0))
     growth_start: float = knob(0.7, allowed=Range(0, 1))
     growth_least: float = 0.098
     growth_decay_steps: int = knob(600, allowed=Range(1))

@@ -270,8 +270,8 @@ class SimInstance:
     # -- prefill -----------------------------------------------------------------------------------------------------
 
     def _defers_prefill(self) -> bool:
-        """Decode steps are due first; none where nothing, or too little, runs."""
-        if len(self.decoding.running) < max(1, self._knobs.decode_interval_batch):
+        """Decode steps are due first; none where nothing runs."""
+        if not self.decoding.running.members:
             self._steps_due = 0
         return self._steps_due > 0
 

@@ -16,13 +16,13 @@ class SimStage(enum.Enum):
     """Where a request is in its life; the last four are ends."""
 
     NEW = "new"  # has not arrived
-    PENDING = "pending"  # arrived; no instance is ready for it, or it is not its turn
+    PENDING = "pending"  # arrived; no instance is ready for it
     PREFILL = "prefill"  # waits for its prefill, or is in it
     HANDOFF = "handoff"  # has its KV in one place and is to decode in another, or waits for a place
     DECODE = "decode"  # in a running batch
     FINISHED = "finished"
     CANCELLED = "cancelled"  # by its user
-    REFUSED = "refused"  # can never fit an instance, or was not admitted
+    REFUSED = "refused"  # can never fit an instance
     FAILED = "failed"  # its instance died and it may not be tried again
 
 
@@ -76,8 +76,6 @@ class SimRequest:
     limit_tokens: int
     hash_ids: tuple[int, ...] = ()
     answer_ids: tuple[int, ...] = ()
-    tenant: str = ""
-    priority: int = 0
     slo_s: tuple[float | None, float | None] = (None, None)
     rid: str = dataclasses.field(init=False)
     waiting: WaitingView = dataclasses.field(init=False)
@@ -141,11 +139,6 @@ class SimRequest:
     def arriving_tokens(self) -> int:
         """KV tokens at its arrival where it is to decode; a prefill that is not done yet adds one to the answer."""
         return self.input_tokens + self.done_tokens if self.stage is SimStage.PREFILL else self.context_tokens
-
-    @property
-    def cost_tokens(self) -> int:
-        """What its dispatch adds to its tenant's service."""
-        return self.input_tokens
 
     @property
     def due_s(self) -> float:

@@ -191,7 +191,7 @@ class Simulation:
         self.cluster.arrive(request)
 
     def _request(self, row: int) -> SimRequest:
-        config, ids, answers, clients = self.config, self._trace.hash_ids, self._trace.answer_ids, self._trace.client
+        config, ids, answers = self.config, self._trace.hash_ids, self._trace.answer_ids
         output = self._outputs[row]
         return SimRequest(
             row,
@@ -201,7 +201,6 @@ class Simulation:
             limit_tokens=max(output, config.output_limit_tokens or 0),
             hash_ids=() if ids is None else ids[row],
             answer_ids=() if answers is None else answers[row],
-            tenant="" if clients is None else str(clients[row]),
             slo_s=(config.ttft_slo_s, config.tpot_slo_s),
         )
 

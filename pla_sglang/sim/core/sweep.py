@@ -23,16 +23,6 @@ def _keep(trace: Trace) -> None:
     _TRACE = trace
 
 
-def _run(experiment: Experiment, progress: Progress | None = None) -> ExperimentResult:
-    assert _TRACE is not None, "the pool's initializer has set it"
-    return run_experiment(experiment, _TRACE, progress)
-
-
-def _capacity(job: tuple[Experiment, dict[str, float]], tell: Tell | None = None) -> Capacity:
-    assert _TRACE is not None, "the pool's initializer has set it"
-    return capacity_of(job[0], _TRACE, **job[1], tell=tell)
-
-
 def iterate_runs(
     experiments: Sequence[Experiment], trace: Trace, *, jobs: int = 1, progress: Progress | None = None
 ) -> Iterator[tuple[int, ExperimentResult]]:
@@ -40,8 +30,8 @@ def iterate_runs(
 
     ``progress``: called with the requests of a run that have ended, and all of them; by runs in this process only.
     """
-    run = functools.partial(_run, progress=progress) if jobs == 1 and progress else _run
-    return _iterate(run, experiments, trace, jobs)
+    run = functools.partial(run_experiment, progress=progress if jobs == 1 else None)
+    return measure_on_trace(run, experiments, trace, jobs=jobs)
 
 
 def iterate_capacities(
@@ -56,19 +46,16 @@ def iterate_capacities(
 
     ``tell``: called with each rate before it is tried; by searches in this process only.
     """
-    find = functools.partial(_capacity, tell=tell) if jobs == 1 and tell else _capacity
-    return _iterate(find, [(experiment, search) for experiment in experiments], trace, jobs)
-
-
-def _iterate(call: Callable[[J], R], work: Sequence[J], trace: Trace, jobs: int) -> Iterator[tuple[int, R]]:
-    return measure_cases(call, dict(enumerate(work)), jobs, prepare=functools.partial(_keep, trace))
+    find = functools.partial(capacity_of, **search, tell=tell if jobs == 1 else None)  # type: ignore[arg-type]
+    return measure_on_trace(find, experiments, trace, jobs=jobs)
 
 
 def measure_on_trace(
     call: Callable[[J, Trace], R], work: Sequence[J], trace: Trace, *, jobs: int
 ) -> Iterator[tuple[int, R]]:
     """Index and ``call(job, trace)`` of each job, as they end; both picklable for more than one process."""
-    return _iterate(functools.partial(_call_with_trace, call), work, trace, jobs)
+    keep, call_kept = functools.partial(_keep, trace), functools.partial(_call_with_trace, call)
+    return measure_cases(call_kept, dict(enumerate(work)), jobs, prepare=keep)
 
 
 def _call_with_trace(call: Callable[[J, Trace], R], job: J) -> R:
