@@ -109,7 +109,7 @@ class ControlPlane:
         device_clock = DeviceClock()  # set when the first instance says what it is
         self.table = self._make_table(device_clock, pools=policy.pools)
         self.succession = Succession(lease, clock, self.table.can_serve, has_standby)
-        self._watch = FleetWatch(self.table, self.series.worker_ttft.by_worker, self.series.requests.take_recent)
+        self._watch = FleetWatch(self.table, self.series.worker_ttft, self.series.requests.take_recent)
         self._worker_file = None if knobs.worker_file is None else WorkerFile(knobs.worker_file, self.table)
         self._service = self._make_service() if knobs.worker_service else None
         self._relays = RelayPorts(knobs, self.table, lease.epoch, router_key=router_key)
@@ -166,7 +166,7 @@ class ControlPlane:
             self._state_file,
             clock=self._clock,
             first_plan=time.time_ns() // 1_000_000,
-            on_start=self.series.starts.note_start,
+            on_start=self.series.note_start,
         )
 
     def _make_migration(self, booking: Booking) -> Migration:

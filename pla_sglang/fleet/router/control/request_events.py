@@ -95,10 +95,10 @@ class RequestEvents:
             served_s = max(0.0, at_s - attempt.assigned_s)
             predicted_s = None if attempt.placement is None else attempt.placement.predicted_ttft_s
             self._dispatcher.admission.on_first_token(predicted_s, served_s)
-            self._series.worker_ttft.observe(prefill.view.name, served_s, predicted_s)
+            self._series.note_ttft(prefill.view.name, served_s, predicted_s)
         if has_first_token(record):
             self._series.requests.note_first_token(self._table.names.find_label(record.ask), record, ttft_s)
-            self._series.stage_s.add_stages(stage_seconds(record))
+            self._series.add_stages(stage_seconds(record))
 
     # -- a request ends ------------------------------------------------------------------------------------------------
 
@@ -158,7 +158,7 @@ class RequestEvents:
             return
         if record.prompt.size_bytes and record.ask.endpoint in _SAYS_CACHED:
             name = attempt.prefill.view.name
-            self._series.prefixes.add_request(name, attempt.placement.cached_tokens, hit_tokens, record.prompt.tokens)
+            self._series.note_prefix(name, attempt.placement.cached_tokens, hit_tokens, record.prompt.tokens)
 
     def _end(
         self,
