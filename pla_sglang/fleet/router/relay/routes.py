@@ -26,16 +26,15 @@ import msgspec
 from pla_sglang.common.origins import is_foreign_page, is_unsafe_name
 from pla_sglang.fleet.router.http import json_body, responses
 from pla_sglang.fleet.router.http.head import BadMessage, RequestHead
-from pla_sglang.fleet.router.http.instance_facts import FACTS
+from pla_sglang.fleet.router.http.instance_facts import FACTS, answer_about_instance
 from pla_sglang.fleet.router.keys_file import ClientKeys, has_expired
 from pla_sglang.fleet.router.relay.admin_requests import AdminRequests
 from pla_sglang.fleet.router.relay.client_connection import AcceptedRequest
 from pla_sglang.fleet.router.relay.context import RelayContext
-from pla_sglang.fleet.router.relay.instance_response import InstanceResponse
 from pla_sglang.fleet.router.relay.open_requests import OpenRequests
 from pla_sglang.fleet.router.relay.pass_through import PassThrough
-from pla_sglang.fleet.router.relay.proxied_call import StatusCall
-from pla_sglang.fleet.router.relay.request_translation import RequestHeaders, build_ask
+from pla_sglang.fleet.router.relay.proxied_call import WholeCall
+from pla_sglang.fleet.router.relay.request_translation import RequestHeaders, build_ask, head_for_worker
 from pla_sglang.fleet.router.relay.response_writer import ClientWork, ResponseWriter
 from pla_sglang.fleet.router.wire.inference import PATHS, find_refusal
 from pla_sglang.fleet.router.wire.messages import WorkerEntry
@@ -172,9 +171,26 @@ class Routes:
         except BadMessage as error:
             self._refuse_request(client, error)
             return
-        call = InstanceResponse(self._context, client, head)
+        context = self._context
+        on_end = functools.partial(self._answer_question, client, head.path)
+        call = WholeCall(context.pool, context.loop, on_end, timeout_s=context.config.first_byte_timeout_s)
         client.attach_work(call)
-        call.send_request(worker)
+        # Of the client's headers the instance gets the key at most: its answer is to be whole and plain JSON.
+        keeps_key = not context.config.checks_keys and not worker.api_key
+        key = head.get_header(b"authorization") if keeps_key else None
+        line = b"" if key is None else b"authorization: %s\r\n" % key
+        call.send_to(worker, "GET", head_for_worker(worker, head, 0, line, method="GET"), b"")
+
+    def _answer_question(self, client: ResponseWriter, path: str, call: WholeCall) -> None:
+        """With what clients may know."""
+        if call.failure is not None or call.is_too_long:
+            text = f"the instance did not answer: {call.detail}"
+            if call.is_too_long:
+                text = f"the instance's answer has {call.detail}"
+            client.send_response(502, responses.error_body(502, "upstream_lost", text))
+            return
+        status, body = answer_about_instance(path, call.status, call.body)
+        client.send_response(status, body, headers=(("x-request-id", self._context.ids.make_rid()),))
 
     def _pick_any(self) -> WorkerEntry:
         """Raises BadMessage."""
@@ -253,7 +269,7 @@ class Routes:
         checks = _GenerationChecks(client, len(workers))
         client.attach_work(checks)
         for worker in workers:
-            call = StatusCall(context.pool, context.loop, checks.on_status, timeout_s=HEALTH_TIMEOUT_S)
+            call = WholeCall(context.pool, context.loop, checks.on_response, timeout_s=HEALTH_TIMEOUT_S)
             call.send_request(worker, "GET", "/health_generate", admin=False)
 
     def accept_description(self, head: RequestHead) -> AcceptedRequest:
@@ -399,9 +415,9 @@ class _GenerationChecks(ClientWork):
         self._left = count
         self._failed = 0
 
-    def on_status(self, status: int) -> None:
+    def on_response(self, call: WholeCall) -> None:
         self._left -= 1
-        self._failed += status != 200
+        self._failed += call.failure is not None or call.status != 200
         if self._left or self._client is None:
             return
         if self._failed:
