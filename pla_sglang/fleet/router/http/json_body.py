@@ -12,8 +12,8 @@ import re
 
 import msgspec
 
-from pla_sglang.common.errors import PlaError
 from pla_sglang.fleet.reserved import describe_reserved, is_reserved_param
+from pla_sglang.fleet.router.http.head import BadMessage
 from pla_sglang.fleet.router.wire.inference import PATHS, InferencePath
 from pla_sglang.fleet.router.wire.messages import Endpoint
 from pla_sglang.fleet.router.wire.rids import RID_PREFIX
@@ -36,14 +36,6 @@ MAX_QUOTES = 16 * MAX_MEMBERS
 _STRINGS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 _INNER = re.compile(rb"\[[^][{}]*\]|\{[^][{}]*\}")
 _FIRST = re.compile(rb"[ \t\r\n]*[^ \t\r\n]").match  # up to the first byte that is no blank
-
-
-class BadBody(PlaError):
-    """The client is told, with ``status``. ``code`` is a word for counters and the answer's type."""
-
-    def __init__(self, code: str, message: str, status: int = 400) -> None:
-        self.code, self.status = code, status
-        super().__init__(message)
 
 
 class _Params(msgspec.Struct, gc=False):
@@ -144,7 +136,7 @@ _decode_names = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 def read_body(body: bytes, path: InferencePath = PATHS["/generate"]) -> Body:
     """``path``: where it was sent to.
 
-    Raises BadBody where the body is no JSON object, sets what only the router may set, or needs what an instance keeps.
+    Raises BadMessage: the body is no JSON object, sets what only the router may set, or needs what an instance keeps.
     """
     short, ids_cut = cut_ids(body)
     try:
@@ -153,7 +145,7 @@ def read_body(body: bytes, path: InferencePath = PATHS["/generate"]) -> Body:
         reserved = msgspec.structs.astuple(members)[: len(RESERVED_FIELDS)]
         if reserved != _NONE_RESERVED:
             name = next(name for name, raw in zip(RESERVED_FIELDS, reserved, strict=True) if raw is not _EMPTY)
-            raise BadBody("reserved_field", describe_reserved(name))
+            raise BadMessage("reserved_field", describe_reserved(name))
         for raw in (members.custom_params, *[part.custom_params for part in params]):
             if raw is not _EMPTY:
                 _check_custom_params(raw)
@@ -161,9 +153,9 @@ def read_body(body: bytes, path: InferencePath = PATHS["/generate"]) -> Body:
             _check_stored(members)
         return _summarize_body(members, params, ids_cut, path)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise BadBody("bad_json", f"the body is not a JSON object: {error}") from None
+        raise BadMessage("bad_json", f"the body is not a JSON object: {error}") from None
     except RecursionError:
-        raise BadBody("bad_json", "the body is nested too deeply") from None
+        raise BadMessage("bad_json", "the body is nested too deeply") from None
 
 
 def _read_params(raw: msgspec.Raw) -> list[_Params]:
@@ -182,7 +174,7 @@ def _check_custom_params(raw: msgspec.Raw) -> None:
     _check_members(raw)
     for name in _decode_names(raw):
         if is_reserved_param(name):
-            raise BadBody("reserved_field", describe_reserved(f"custom_params.{name}"))
+            raise BadMessage("reserved_field", describe_reserved(f"custom_params.{name}"))
 
 
 def _check_stored(members: _Members) -> None:
@@ -190,7 +182,7 @@ def _check_stored(members: _Members) -> None:
     for name, raw in (("previous_response_id", members.previous_response_id), ("background", members.background)):
         if raw is not _EMPTY and bytes(raw) not in (b"null", b"false"):
             text = f"{name} needs an answer that one instance keeps, which is not served; send the whole conversation"
-            raise BadBody("stored_response", text, 501)
+            raise BadMessage("stored_response", text, 501)
 
 
 def _summarize_body(members: _Members, params: list[_Params], ids_cut: CutIds | None, path: InferencePath) -> Body:
@@ -229,10 +221,10 @@ def _read_rids(raw: msgspec.Raw) -> tuple[str | None, tuple[str, ...]]:
         return None, ()
     for rid in given if isinstance(given, list) else [given]:
         if not isinstance(rid, str) or _RID.fullmatch(rid) is None:
-            raise BadBody("bad_rid", f"rid must have 1 to {MAX_RID_CHARS} visible ASCII characters, got {rid!r:.60}")
+            raise BadMessage("bad_rid", f"rid must have 1 to {MAX_RID_CHARS} visible ASCII characters, got {rid!r:.60}")
         # Nor be the beginning of it: an abort of "p" would end every request that the router has named.
         if rid.startswith(RID_PREFIX) or RID_PREFIX.startswith(rid):
-            raise BadBody("reserved_field", f"rid may not start with {RID_PREFIX!r}, nor be its beginning")
+            raise BadMessage("reserved_field", f"rid may not start with {RID_PREFIX!r}, nor be its beginning")
     return (None, tuple(given)) if isinstance(given, list) else (given, ())
 
 
@@ -248,7 +240,7 @@ def _measure_prompt(members: _Members, ids_cut: CutIds | None) -> tuple[int, boo
             parts = _split_list(raw)
             if not text and any(_is_empty(part) for part in (parts if ids_cut is None else parts[1:])):
                 # It would end the scheduler of an instance without the plugin.
-                raise BadBody("empty_prompt", "a prompt of the batch has no token; allowed: at least one")
+                raise BadMessage("empty_prompt", "a prompt of the batch has no token; allowed: at least one")
             inner = sum(_estimate_tokens(p) if text else _count_items(p) for p in parts)
             cut = ids_cut or CutIds(0, exact=True)
             return cut.tokens + inner, cut.exact and not text, len(parts)
@@ -309,7 +301,7 @@ def _first_item(raw: msgspec.Raw) -> bytes:
 
 
 def _split_list(raw: msgspec.Raw) -> list[msgspec.Raw]:
-    """Raises BadBody for a list of too many items."""
+    """Raises BadMessage for a list of too many items."""
     _check_members(raw)
     return _decode_list(raw)
 
@@ -318,7 +310,7 @@ def _check_members(raw: msgspec.Raw) -> None:
     """Before objects are made of the members of a list or an object; there is one comma between two of them.
 
     Commas in strings do not count, nor those in what its members hold, three levels deep; the search for these takes
-    memory for each string too. Raises BadBody for too many.
+    memory for each string too. Raises BadMessage for too many.
     """
     text = bytes(raw)
     if text.count(b",") < MAX_MEMBERS:
@@ -333,7 +325,7 @@ def _check_members(raw: msgspec.Raw) -> None:
             text = text[:1] + _INNER.sub(b"0", text[1:])
         if text.count(b",") < MAX_MEMBERS:
             return
-    raise BadBody("too_many_members", f"a list or object in the body has more than {MAX_MEMBERS:,} members", 413)
+    raise BadMessage("too_many_members", f"a list or object in the body has more than {MAX_MEMBERS:,} members", 413)
 
 
 def _read_integer(raw: msgspec.Raw) -> int | None:
@@ -372,7 +364,7 @@ def _read_samples(raw: msgspec.Raw) -> int:
     if raw is _EMPTY:
         return 1
     if len(memoryview(raw)) > MAX_NUMBER_BYTES:
-        raise BadBody("bad_n", f"n has more than {MAX_NUMBER_BYTES} bytes")
+        raise BadMessage("bad_n", f"n has more than {MAX_NUMBER_BYTES} bytes")
     value = _decode_any(raw)
     if not isinstance(value, int | float | str):
         return 1
@@ -429,11 +421,11 @@ def with_members(body: bytes, members: bytes) -> tuple[bytes, memoryview]:
     """``body`` with ``members`` (no outer commas) in front of its own, as two pieces; the long one is not copied.
 
     Raises:
-        BadBody: ``body`` does not start as a JSON object.
+        BadMessage: ``body`` does not start as a JSON object.
     """
     start = len(body) - len(body.lstrip(_BLANK)) if body[:1] in _BLANKS else 0
     if body[start : start + 1] != b"{":
-        raise BadBody("bad_json", "the body is not a JSON object")
+        raise BadMessage("bad_json", "the body is not a JSON object")
     rest = memoryview(body)[start + 1 :]
     first = _FIRST(body, start + 1)
     empty = first is not None and body[first.end() - 1] == ord("}")

@@ -324,8 +324,7 @@ class ForwardedResponse:
         ``append``: from ``can_append_event``, before the connection was dropped.
         """
         if self.first_s is None:
-            body = responses.error_body(status, code, message)
-            self._client.send_response(status, body, headers=(*headers, ("x-request-id", self._ask.rid)))
+            self._client.send_error(status, code, message, headers=(*headers, ("x-request-id", self._ask.rid)))
         elif append:
             self._client.write_bytes(responses.error_event(status, code, message))
             self._client.finish_response(reusable=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pla_sglang.fleet.router.http import responses
 from pla_sglang.fleet.router.http.head import RequestHead, ResponseHead
 from pla_sglang.fleet.router.relay.context import RelayContext
 from pla_sglang.fleet.router.relay.proxied_call import ProxiedCall
@@ -51,8 +50,7 @@ class PassThrough(ProxiedCall):
         if self._begun:
             self._client.cut_connection()
         else:
-            body = responses.error_body(502, "upstream_lost", f"the instance did not answer: {detail}")
-            self._client.send_response(502, body)
+            self._client.send_error(502, "upstream_lost", f"the instance did not answer: {detail}")
 
     def _finish_call(self) -> None:
         super()._finish_call()
