@@ -20,7 +20,6 @@ from pla_sglang.common.errors import ConfigError
 from pla_sglang.fleet.router.control.admin import AdminRoutes
 from pla_sglang.fleet.router.control.booking import Booking
 from pla_sglang.fleet.router.control.drains import Drains
-from pla_sglang.fleet.router.control.failure_intake import FailureIntake
 from pla_sglang.fleet.router.control.fates import find_fates
 from pla_sglang.fleet.router.control.gauges import gauges, state_of
 from pla_sglang.fleet.router.control.knobs import ControlKnobs
@@ -127,7 +126,7 @@ class ControlPlane:
         self.dispatcher = RequestDispatcher(
             knobs, health, self.policy, booking, send_message=send_message, order_abort=order_abort
         )
-        self._events = RequestEvents(self.dispatcher, send_message=send_message, order_abort=order_abort)
+        self._events = RequestEvents(self.dispatcher, self._monitor, send_message=send_message)
         self._silence = SilenceWatch(self.dispatcher, send_message=send_message)
         self._late = LatePlacement(self.dispatcher, self.migration)
         self._drains = Drains(self.dispatcher, self.migration, clock=clock)
@@ -278,19 +277,12 @@ class ControlPlane:
 
     def _message_handlers(self) -> dict[type[Any], Callable[[Any, float], None]]:
         """By type of message: called with the message and the time."""
-        failures = FailureIntake(
-            self.dispatcher.health,
-            self.dispatcher.exclusions,
-            self.series,
-            check_soon=self._monitor.check_soon,
-            verify_soon=self._monitor.verify_soon,
-        )
         return {
             m.Ask: self._on_ask,
             m.Progress: self._on_progress,
             m.Dropped: self.migration.on_dropped,
             m.Completed: self._events.on_completed,
-            m.Failure: failures.on_failure,
+            m.Failure: self._events.on_failure,
             m.RelayReport: lambda report, _: self.series.on_relay(report),
             m.AdminAsk: lambda ask, _: self._relays.send_message(ask.relay, self._routes.answer_request(ask)),
             m.Hello: self._on_hello,
