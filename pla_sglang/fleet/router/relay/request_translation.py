@@ -193,7 +193,7 @@ def members_of_attempt(ask: Ask, assign: Assign, body: Body, *, header_priority:
     A batch gets its rid as one string too: SGLang names the prompts ``rid_0``, ``rid_1`` and so on.
     """
     parts = []
-    rid_member = BY_ENDPOINT[ask.endpoint][1].rid_member
+    rid_member = BY_ENDPOINT[ask.endpoint].rid_member
     if rid_member and body.rid is None and not body.rids and not body.null_rid:
         # One of ours: nothing in it needs escaping.
         parts.append(f'"{rid_member}":"{rid_at_instance(ask.rid, assign.attempt)}"')
@@ -210,7 +210,7 @@ def members_of_attempt(ask: Ask, assign: Assign, body: Body, *, header_priority:
 def body_of_attempt(raw: bytes, ask: Ask, body: Body, *, attempt: int) -> bytes:
     """The client's body, with another rid in place of its own behind the first attempt, or where its own is null: of
     two members of a name the last one counts, so that of ``members_of_attempt`` would not."""
-    member = BY_ENDPOINT[ask.endpoint][1].rid_member or "rid"
+    member = BY_ENDPOINT[ask.endpoint].rid_member or "rid"
     if body.null_rid:
         return with_rid(raw, rid_at_instance(ask.rid, attempt), member)
     if attempt == 1 or (body.rid is None and not body.rids):

@@ -29,7 +29,7 @@ SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 
 TPOT_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.5, 1.0, 2.0)
 REQUEST_SECONDS = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 _LABELS = ("model", "tenant")
-_GENERATES = frozenset(endpoint for endpoint, (_, path) in BY_ENDPOINT.items() if path.generates)
+_GENERATES = frozenset(endpoint for endpoint, path in BY_ENDPOINT.items() if path.generates)
 # Named once: see ``fast_enum``.
 _OK, _CLIENT_ERROR, _REFUSED, _CLIENT_GONE = Outcome.OK, Outcome.CLIENT_ERROR, Outcome.REFUSED, Outcome.CLIENT_GONE
 _WHOLE = frozenset({_OK, _CLIENT_GONE})  # nothing but its client has cut the answer off

@@ -27,7 +27,7 @@ from pla_sglang.policy.interface.fleet import InstanceView
 Encode = Callable[[str], int]  # text -> its number of tokens
 CHAT_TOKENS_A_MESSAGE = 5  # role and separators of common templates
 _PROMPT_KEYS = {
-    endpoint: tuple(b'"%s"' % member.encode() for member in path.prompt) for endpoint, (_, path) in BY_ENDPOINT.items()
+    endpoint: tuple(b'"%s"' % member.encode() for member in path.prompt) for endpoint, path in BY_ENDPOINT.items()
 }
 
 
@@ -81,7 +81,7 @@ class Prompts:
         body = ask.body
         if body is None:
             return Prompt(max(1, ask.input_tokens), ask.exact_tokens)
-        path = BY_ENDPOINT[ask.endpoint][1]
+        path = BY_ENDPOINT[ask.endpoint]
         start = _start_of_prompt(body, ask.endpoint)
         # Of what an instance has read without going on with it, it need not have kept anything.
         keys = tuple(byte_block_keys(body[start:], salt=ask.endpoint.name.encode())) if path.generates else ()
@@ -134,7 +134,7 @@ class Prompts:
         if texts is None:
             return None
         tokens = sum(map(self.encode, texts))
-        if "messages" in BY_ENDPOINT[endpoint][1].prompt:
+        if "messages" in BY_ENDPOINT[endpoint].prompt:
             tokens += CHAT_TOKENS_A_MESSAGE * len(texts)
         self.tokenized += 1
         self._learn_ratio(sum(len(text.encode("utf-8", "surrogatepass")) for text in texts), tokens)
@@ -157,7 +157,7 @@ def prompt_texts(body: bytes, endpoint: Endpoint) -> list[str] | None:
         return None
     if not isinstance(parsed, dict):
         return None
-    path = BY_ENDPOINT[endpoint][1]
+    path = BY_ENDPOINT[endpoint]
     if path.each_item or "input_ids" in parsed:
         return None
     texts: list[str] = []
