@@ -30,7 +30,7 @@ from pla_sglang.fleet.router.control.requests.request_record import (
     name_at_instance,
 )
 from pla_sglang.fleet.router.control.workers.abort_order import AbortOrder
-from pla_sglang.fleet.router.control.workers.errors import NoResponseError, UnreachableError, WorkerError
+from pla_sglang.fleet.router.control.workers.errors import ControlError
 from pla_sglang.fleet.router.control.workers.exclusions import find_unfit
 from pla_sglang.fleet.router.control.workers.instance_client import InstanceClient
 from pla_sglang.fleet.router.control.workers.peering import Peering
@@ -291,6 +291,6 @@ class Migration:
         assert self._client is not None
         try:
             return (await self._client.order_commands(worker, [command]))[0]
-        except (UnreachableError, NoResponseError, WorkerError) as error:
+        except ControlError as error:
             logger.warning("%s at %s: %s", command["do"], worker.view.name, error)
             return {}

@@ -11,9 +11,9 @@ import pytest
 from support.router_scene import QUICK, Scene, scene
 
 from pla_sglang.fleet.router.control import suspects
+from pla_sglang.fleet.router.control.suspects import longest_pass_s, silent_for_s
 from pla_sglang.fleet.router.control.workers.breaker import BreakerKnobs
 from pla_sglang.fleet.router.control.workers.discovery import Address, Description
-from pla_sglang.fleet.router.control.workers.silence import longest_pass_s, silent_for_s
 from pla_sglang.fleet.router.control.workers.table import Worker, WorkerReason, WorkerState, WorkerTable
 from pla_sglang.fleet.router.wire import messages as m
 from pla_sglang.policy.common.curve import PrefillCurve

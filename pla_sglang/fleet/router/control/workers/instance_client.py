@@ -20,7 +20,7 @@ import msgspec
 from pla_sglang.common.connection_errors import describe_connection_error
 from pla_sglang.common.secret_names import HIDDEN, hide_in_text
 from pla_sglang.fleet.router.control.workers.discovery import Address, Description, describe, polled_load
-from pla_sglang.fleet.router.control.workers.errors import NoResponseError, UnreachableError, WorkerError
+from pla_sglang.fleet.router.control.workers.errors import ControlError, NoResponseError, UnreachableError, WorkerError
 from pla_sglang.fleet.router.control.workers.table import Worker
 from pla_sglang.fleet.router.relay.proxied_call import RESPONSE_BYTES, WholeCall
 from pla_sglang.fleet.router.relay.upstream_connection import UpstreamPool
@@ -74,7 +74,7 @@ class InstanceClient:
             raise
         try:
             return _object(content, url)
-        except (NoResponseError, WorkerError):
+        except ControlError:
             return {}
 
     async def health(self, address: Address) -> None:
