@@ -408,7 +408,7 @@ class RequestDispatcher:
         """
         view, over = record.view, record.last_over
         if over is None or not over.shown:
-            can_move = record.ask.stream and record.is_single()
+            can_move = record.ask.stream and record.ask.is_single
             chosen = _choose_without_policy(record, runner) or runner.choose(view, now_s, can_move=can_move)
             if isinstance(chosen, Choice):
                 return chosen

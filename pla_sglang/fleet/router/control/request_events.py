@@ -124,7 +124,7 @@ class RequestEvents:
         if ended.outcome in _COMPLETE:
             for worker, _ in record.present.workers():
                 self._dispatcher.health.on_success(worker, now_s, record.rid)
-        if ended.outcome in _COMPLETE or (ended.outcome is _INSTANCE_REFUSED and record.is_single()):
+        if ended.outcome in _COMPLETE or (ended.outcome is _INSTANCE_REFUSED and record.ask.is_single):
             free = [worker.number for worker, _ in record.present.workers()]
         end = End(
             record.outcome_for(ended.outcome), ended.status, ended.detail, ended.output_tokens, ended.exact_tokens
@@ -145,7 +145,7 @@ class RequestEvents:
             return
         if ended.outcome in (_REFUSED, _INSTANCE_REFUSED):
             cost_s = 0.0
-        elif ended.cached_tokens is not None and prefill is not None and record.is_single():
+        elif ended.cached_tokens is not None and prefill is not None and record.ask.is_single:
             cost_s = predictor.cost_s(record.prompt.tokens, ended.cached_tokens, prefill.view)
         else:
             return
@@ -156,7 +156,7 @@ class RequestEvents:
         """What was predicted of its prefix cache, beside what was there. Left out is what says nothing of one prompt at
         one instance that was chosen with the index."""
         attempt = record.present
-        if attempt.how is not None or attempt.prefill is None or attempt.placement is None or not record.is_single():
+        if attempt.how is not None or attempt.prefill is None or attempt.placement is None or not record.ask.is_single:
             return
         if record.prompt.size_bytes and record.ask.endpoint in _SAYS_CACHED:
             name = attempt.prefill.view.name

@@ -147,9 +147,8 @@ class ForwardedResponse:
         # (/v1/responses repeats its metadata and tools, also in streams) or the model's (arguments of a tool).
         echoes = self._ask.endpoint is Endpoint.RESPONSES
         self._names_errors = head.status >= 400 or (self._streams and not echoes)
-        single = self._ask.prompts == 1 and self._ask.samples == 1  # of several answers the others go on
         says = self._names_errors if self._streams else self._ask.endpoint in _SAYS_FINISH
-        self._may_give_up = head.status == 200 and single and says
+        self._may_give_up = head.status == 200 and self._ask.is_single and says  # of several answers the others go on
         if not (self._streams and head.status == 200 and head.chunked):
             self.marked = None
         self._chunks = self.marked is not None and self._client.understands_chunks

@@ -43,18 +43,20 @@ class Unmovable(enum.Enum):
 
 
 class Tags(NamedTuple):
-    """The router's members for one body.
+    """The router's members for the body of a request that can go on at another instance.
 
     Attributes:
         member: what holds them: ``sampling_params`` or ``custom_params``.
         value: of that member, as the client wrote it; empty without it.
         inner: ``custom_params`` within it, of /generate.
+        wants_usage: as in ``MarkedStreamReader``.
         members: the tags themselves, without outer commas.
     """
 
     member: bytes
     value: bytes
     inner: bytes
+    wants_usage: bool
     members: bytes = b'"pla_movable":1'
 
     def put_into(self, raw: bytes) -> tuple[bytes, bytes]:
@@ -81,13 +83,6 @@ class Tags(NamedTuple):
         if prompt:
             told["pla_prompt"] = prompt
         return self._replace(members=msgspec.json.encode(told)[1:-1])
-
-
-class Movable(NamedTuple):
-    """What must be known of a request that can go on at another instance. ``wants_usage``: as in ``MarkedStream``."""
-
-    tags: Tags
-    wants_usage: bool
 
 
 class _MoveParams(msgspec.Struct, gc=False):
@@ -122,7 +117,7 @@ _decode_params = msgspec.json.Decoder(_MoveParams).decode
 _decode_usage = msgspec.json.Decoder(_Usage).decode
 
 
-def judge_request(ask: Ask, body: Body, raw: bytes) -> Movable | Unmovable:
+def judge_request(ask: Ask, body: Body, raw: bytes) -> Tags | Unmovable:
     """``raw``: the request's body, which ``body`` was read from."""
     if ask.endpoint not in _ENDPOINTS:
         return Unmovable.ENDPOINT
@@ -151,7 +146,7 @@ def judge_request(ask: Ask, body: Body, raw: bytes) -> Movable | Unmovable:
         return Unmovable.BODY
     options = bytes(members.stream_options)
     wants_usage = options[:1] == b"{" and bytes(_decode_usage(options).include_usage) == b"true"
-    return Movable(Tags(b"sampling_params" if generate else b"custom_params", value, inner), wants_usage)
+    return Tags(b"sampling_params" if generate else b"custom_params", value, inner, wants_usage)
 
 
 def _refused_members(members: _MoveMembers) -> Sequence[tuple[Unmovable, Sequence[msgspec.Raw]]]:

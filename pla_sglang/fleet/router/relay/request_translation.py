@@ -187,7 +187,7 @@ def build_ask(  # the arguments are what a relay knows, each from another place
     )
 
 
-def members_of_attempt(ask: Ask, assign: Assign, body: Body, *, header_priority: int | None) -> bytes:
+def members_of_attempt(ask: Ask, assign: Assign, body: Body) -> bytes:
     """The JSON members that go in front of the client's own, without outer commas.
 
     A batch gets its rid as one string too: SGLang names the prompts ``rid_0``, ``rid_1`` and so on.
@@ -202,8 +202,8 @@ def members_of_attempt(ask: Ask, assign: Assign, body: Body, *, header_priority:
             f'"bootstrap_host":"{assign.bootstrap_host}","bootstrap_port":{assign.bootstrap_port}'
             f',"bootstrap_room":{assign.bootstrap_room}'
         )
-    if header_priority is not None and body.priority is None:
-        parts.append(f'"priority":{header_priority}')
+    if ask.priority is not None and body.priority is None:  # it came in a header
+        parts.append(f'"priority":{ask.priority}')
     return ",".join(parts).encode()
 
 

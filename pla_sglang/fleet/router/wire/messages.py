@@ -120,6 +120,11 @@ class Ask(Message, frozen=True):
     over: Over | None = None
     model: str = ""
 
+    @property
+    def is_single(self) -> bool:
+        """One prompt, one answer: an instance that has answered with an error holds nothing of it."""
+        return self.prompts == 1 and self.samples == 1
+
 
 class Progress(Message, frozen=True):
     """An attempt has reached a milestone.

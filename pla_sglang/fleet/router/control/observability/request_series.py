@@ -75,7 +75,7 @@ def judge_targets(record: RequestRecord, end: End, first_s: float | None, last_s
     ttft_met = first_s - record.ask.arrived_s <= record.ttft.slo_s
     if not whole:
         return Judgement(ttft_met, False, failed=True)
-    if tokens is None or tokens < 2 or last_s is None or not record.is_single():
+    if tokens is None or tokens < 2 or last_s is None or not record.ask.is_single:
         return Judgement(ttft_met)
     tpot_s = max(0.0, last_s - first_s) / (tokens - 1)
     return Judgement(ttft_met, tpot_s <= record.tpot.slo_s, tpot_s)

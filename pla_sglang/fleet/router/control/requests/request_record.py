@@ -318,10 +318,6 @@ class RequestRecord(msgspec.Struct, gc=False, eq=False):
         """When its first token is due: the target counts from its arrival, whatever attempt this is."""
         return self.ask.arrived_s + self.ttft.slo_s
 
-    def is_single(self) -> bool:
-        """One prompt, one answer: an instance that has answered with an error holds nothing of it."""
-        return self.ask.prompts == 1 and self.ask.samples == 1
-
     def next_attempt(self, cause: str, *, how: MoveKind | None = None, delivered_tokens: int = 0) -> Attempt:
         """Another one, which waits for an instance; the caller makes it the present one or the candidate."""
         self.last_number += 1
