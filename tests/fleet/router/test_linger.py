@@ -8,6 +8,7 @@ from support.lone_connection import FakeTransport
 
 from pla_sglang.fleet.router.config import RelayConfig
 from pla_sglang.fleet.router.relay.aborts import LINGER_S
+from pla_sglang.fleet.router.relay.context import RelayContext
 from pla_sglang.fleet.router.relay.server import Relay
 from pla_sglang.fleet.router.relay.upstream_connection import UpstreamConnection
 from pla_sglang.fleet.router.wire import messages as m
@@ -28,7 +29,9 @@ class Scene:
         self.now_s = 100.0
         sent: list[m.FromRelay] = []
         self.relay = Relay(
-            RelayConfig(), number=0, send_to_control=sent.append, rng=random.Random(1), now_s=lambda: self.now_s
+            RelayContext(
+                RelayConfig(), number=0, send_to_control=sent.append, rng=random.Random(1), now_s=lambda: self.now_s
+            )
         )
         self.relay.on_message(m.Table(1, 1, tuple(ADDRESSES), serving=True))
         self.aborted: list[int] = []
