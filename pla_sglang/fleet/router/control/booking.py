@@ -62,7 +62,7 @@ class Booking:
     def end(self, record: RequestRecord, now_s: float) -> None:
         """The present attempt is over at its instances, a trial of their breakers too. So is the candidate."""
         if record.candidate is not None:
-            self.end_candidate(record, record.candidate, now_s)
+            self.end_at(record, record.candidate, now_s)
         self.end_at(record, record.present, now_s)
 
     def end_at(self, record: RequestRecord, attempt: Attempt, now_s: float) -> None:
@@ -84,11 +84,6 @@ class Booking:
             booked = TrackedRequest(tokens, 0, now_s, _COMING, decodes_here=True)
         target.load.add_request((record.rid, attempt.number), booked)
         self.ledger.send_candidate(record)
-
-    def end_candidate(self, record: RequestRecord, attempt: Attempt, now_s: float) -> None:
-        """Nothing comes of it."""
-        if attempt.decode is not None:
-            attempt.decode.load.end_request((record.rid, attempt.number), now_s)
 
     def note_prompt(
         self, record: RequestRecord, worker: Worker, now_s: float, *, answer_tokens: int | None = None

@@ -194,7 +194,7 @@ class ControlPlane:
             self.knobs,
             self.table.fleet,
             running=RunningRequests(knobs, self.table, orders, clock=now, device_clock=booking.clock),
-            effects=RouterEffects(self.table.fleet, self._monitor.set_class, orders, self.scaling),
+            effects=RouterEffects(self.table.fleet, self._monitor.tell_class, orders, self.scaling),
             clock=booking.clock,
             is_connected=self._peering.is_connected,
             on_action=self._on_action,

@@ -123,7 +123,7 @@ class RequestEvents:
         free: Container[int] = ended.aborted
         if ended.outcome in _COMPLETE:
             for worker, _ in record.present.workers():
-                self._dispatcher.health.on_success(worker, now_s, record.rid)
+                worker.breaker.on_success(now_s, record.rid)
         if ended.outcome in _COMPLETE or (ended.outcome is _INSTANCE_REFUSED and record.ask.is_single):
             free = [worker.number for worker, _ in record.present.workers()]
         end = End(

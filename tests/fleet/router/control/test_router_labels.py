@@ -51,13 +51,13 @@ class Flipping:
 
 
 def runner_of(policy: Flipping) -> PairRunner:
-    effects = RouterEffects(policy.view, lambda instance, length_class: None)
+    effects = RouterEffects(policy.view, lambda view: None)
     return PairRunner(PolicySet("flipping", policy, ()), policy.view, effects)  # type: ignore[arg-type]
 
 
 def test_a_label_changes_once_and_late_or_repeated_orders_change_nothing() -> None:
     view = fleet(D, D)
-    effects = RouterEffects(view, lambda instance, length_class: None)
+    effects = RouterEffects(view, lambda view: None)
     one = view.instances[0]
     order = SetRole(one, P, WHY, one.role_epoch)
     assert effects.set_role(order, 1.0) is None
@@ -72,7 +72,7 @@ def test_a_label_changes_once_and_late_or_repeated_orders_change_nothing() -> No
     assert (one.role, one.role_epoch, one.since_s) == (D, 2, 5.0)
     view.check_integrity()
     stock = fleet(P, D, kind=InstanceKind.DECODE)
-    of_stock = RouterEffects(stock, lambda instance, length_class: None)
+    of_stock = RouterEffects(stock, lambda view: None)
     assert of_stock.set_role(SetRole(stock.instances[1], P, WHY), 1.0) is Refusal.UNSUPPORTED
     assert [one.role for one in stock.instances] == [P, D]
 

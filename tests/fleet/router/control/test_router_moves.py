@@ -299,7 +299,7 @@ def test_without_a_mover_a_move_is_not_supported() -> None:
     place.add("a", 0)
     assert place.order("a") is Refusal.UNSUPPORTED
     views = [worker.view for worker in place.workers]
-    effects = RouterEffects(FleetView(), lambda view, length_class: None)
+    effects = RouterEffects(FleetView(), lambda view: None)
     assert effects.migrate(Migrate("a", *views, 10, FleetReason.STAR_MIGRATE), 0.0) is Refusal.UNSUPPORTED  # type: ignore[arg-type]
 
 

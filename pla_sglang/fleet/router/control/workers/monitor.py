@@ -271,18 +271,16 @@ class InstanceMonitor:
 
     # -- orders ------------------------------------------------------------------------------------------------------
 
-    def set_class(self, view: InstanceView, length_class: PrefillClass | None) -> None:
-        """The policy has moved an instance to another pool; the instance is told, which may fail."""
-        self._tell_class(self._table.of(view))
-
     def _tell_classes(self) -> None:
         """Whose class is not the one it was told; a newcomer changes that of an instance that was alone."""
         for worker in self._table:
             known = worker.number in self._classes and self._classes[worker.number] is worker.view.length_class
             if not known:
-                self._tell_class(worker)
+                self.tell_class(worker.view)
 
-    def _tell_class(self, worker: Worker) -> None:
+    def tell_class(self, view: InstanceView) -> None:
+        """The policy has moved an instance to another pool, or it is new; it is told, which may fail."""
+        worker = self._table.of(view)
         said = worker.description
         if said is None or not said.has_role or not self._table.pools:
             return
