@@ -61,7 +61,7 @@ class OpenRequests:
     # -- messages of the control plane -------------------------------------------------------------------------------
 
     def on_message(self, message: Assign | Refuse | Abort) -> None:
-        """Of a request that may have ended."""
+        """The request may have ended."""
         request = self._by_rid.get(message.rid)
         if request is not None:
             _HANDLERS[type(message)](request, message)

@@ -93,7 +93,7 @@ class WholeCall(ProxiedCall):
         return len(self.body) > RESPONSE_BYTES
 
     def send_request(self, worker: WorkerEntry, method: str, path: str, body: bytes = b"", *, admin: bool) -> None:
-        """Of the router's own. ``admin``: the path needs the instance's admin key, where it has one."""
+        """A request of the router itself. ``admin``: the path needs the instance's admin key, where it has one."""
         token = (admin and worker.admin_key) or worker.api_key
         key = f"authorization: Bearer {token}\r\n" if token else ""
         head = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -46,55 +47,46 @@ class RouterSeries(Collector):
         self._gauges = gauges
         self._reports: dict[int, RelayReport] = {}  # by relay
         self.requests = RequestSeries(registry)
-        self.admissions = LabelledCounter(
-            registry, "admissions", "Requests let in or refused, by reason.", "decision", "reason"
-        )
-        self.dispatches = LabelledCounter(registry, "dispatches", "Requests sent to instances, by reason.", "reason")
-        self.placements = LabelledCounter(registry, "placements", "Decode instances chosen, by reason.", "reason")
-        self.actions = LabelledCounter(
-            registry, "actions", "Fleet actions of policies, also those not done.", "action", "reason"
-        )
-        self.failures = LabelledCounter(registry, "instance_failures", "Failures of instances.", "kind")
-        self.refusals = LabelledCounter(registry, "instance_refusals", "Requests refused for load.", "worker")
-        self.exclusions = LabelledCounter(
-            registry, "exclusions", "Dispatches with instances left out, by reason.", "reason"
-        )
-        self.worker_changes = LabelledCounter(
-            registry, "worker_state_changes", "Changes of worker states.", "state", "reason"
-        )
-        self.takeovers = LabelledCounter(registry, "takeovers", "Control processes that followed another one.")
-        self._starts = LabelledCounter(
-            registry, "instance_starts", "Instances that the planner has ordered, by how that ended.", "outcome"
-        )
+        count = functools.partial(LabelledCounter, registry)
+        self.admissions = count("admissions", "Requests let in or refused, by reason.", "decision", "reason")
+        self.dispatches = count("dispatches", "Requests sent to instances, by reason.", "reason")
+        self.placements = count("placements", "Decode instances chosen, by reason.", "reason")
+        self.actions = count("actions", "Fleet actions of policies, also those not done.", "action", "reason")
+        self.failures = count("instance_failures", "Failures of instances.", "kind")
+        self.refusals = count("instance_refusals", "Requests refused for load.", "worker")
+        self.exclusions = count("exclusions", "Dispatches with instances left out, by reason.", "reason")
+        self.worker_changes = count("worker_state_changes", "Changes of worker states.", "state", "reason")
+        self.takeovers = count("takeovers", "Control processes that followed another one.")
+        self._starts = count("instance_starts", "Instances that the planner has ordered, by how that ended.", "outcome")
         for outcome in ("ready", "failed", "expired"):
             self._starts.inc(outcome, by=0.0)  # else Prometheus sees no increase when the first one ends
         self._start_s = Durations(
             registry, "instance_start_seconds", "From the order of an instance until it is ready.", _STARTS_S
         )
-        self.aborts = LabelledCounter(registry, "aborts", "Aborts that the router has ordered at instances.", "outcome")
-        self.peer_lists = LabelledCounter(registry, "peer_lists", "Lists of peers sent out, by outcome.", "outcome")
-        self.retries = LabelledCounter(registry, "retries", "Requests sent again, by why.", "reason")
-        self.migrations = LabelledCounter(
-            registry, "migrations", "Requests that moved to another instance.", "how", "reason"
-        )
-        self.migration_failures = LabelledCounter(
-            registry, "migration_failures", "Requests that could not go on elsewhere.", "reason"
-        )
+        self.aborts = count("aborts", "Aborts that the router has ordered at instances.", "outcome")
+        self.peer_lists = count("peer_lists", "Lists of peers sent out, by outcome.", "outcome")
+        self.retries = count("retries", "Requests sent again, by why.", "reason")
+        self.migrations = count("migrations", "Requests that moved to another instance.", "how", "reason")
+        self.migration_failures = count("migration_failures", "Requests that could not go on elsewhere.", "reason")
         self.migration_gap_s = Durations(
             registry, "migration_pause_seconds", "From the last event at one instance to the next."
         )
         self.move_gains = MoveGains()
-        KeptSums(registry, "reason", _MOVE_SUMS, lambda: self.move_gains.by_reason)
-        KeptSums(registry, "generated length", _LENGTH_SUMS, lambda: _read_length_errors(length_errors()))
         self.worker_ttft: dict[str, TtftSums] = {}  # by name of the instance that has prefilled
-        KeptSums(registry, "worker", _TTFT_SUMS, lambda: _read_ttft(self.worker_ttft))
         self.prefixes: dict[str, tuple[int, int, int]] = {}  # by instance: tokens predicted, hit, and of the prompts
-        KeptSums(registry, "worker", _PREFIX_SUMS, lambda: self.prefixes)
         self._stage_s: Sequence[float] = ()  # one for each of ``STAGES``; there from the first time
-        KeptSums(registry, "stage", _STAGE_SUMS, self._read_stages)
+        self._register_sums(length_errors)
         self.decision_s = Durations(registry, "decision_seconds", "Time of the control plane for one dispatch.")
         ProcessCollector("pla_router", registry=registry)  # of the control process; its start shows restarts
         registry.register(self)
+
+    def _register_sums(self, length_errors: Callable[[], Mapping[tuple[int, int], ErrorSums]]) -> None:
+        registry = self._registry
+        KeptSums(registry, "reason", _MOVE_SUMS, lambda: self.move_gains.by_reason)
+        KeptSums(registry, "generated length", _LENGTH_SUMS, lambda: _read_length_errors(length_errors()))
+        KeptSums(registry, "worker", _TTFT_SUMS, lambda: _read_ttft(self.worker_ttft))
+        KeptSums(registry, "worker", _PREFIX_SUMS, lambda: self.prefixes)
+        KeptSums(registry, "stage", _STAGE_SUMS, self._read_stages)
 
     def on_relay(self, report: RelayReport) -> None:
         self._reports[report.relay] = report
