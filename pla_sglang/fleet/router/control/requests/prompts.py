@@ -25,6 +25,8 @@ from pla_sglang.load.prefix_index import PrefixIndex, byte_block_keys
 from pla_sglang.policy.interface.fleet import InstanceView
 
 Encode = Callable[[str], int]  # text -> its number of tokens
+REMEMBERED_TEXTS = 4096  # whose length is known without tokenizing them again
+AVERAGED_TEXTS = 200  # tokenized ones, over which the ratio of bytes to tokens is averaged
 CHAT_TOKENS_A_MESSAGE = 5  # role and separators of common templates
 _PROMPT_KEYS = {
     endpoint: tuple(b'"%s"' % member.encode() for member in path.prompt) for endpoint, path in BY_ENDPOINT.items()
@@ -38,9 +40,6 @@ class PromptKnobs:
     tokenize_bytes: int = knob(
         8192, "--tokenize-bytes", "longer bodies are estimated", allowed=Range(0, unit="bytes"), heading="prompts"
     )
-    cached: int = knob(4096, allowed=Range(1))  # texts whose length is remembered
-    bytes_per_token: float = knob(4.0, allowed=Range(0.1))  # start of the learned ratio
-    memory: float = knob(200.0, allowed=Range(1))  # tokenized texts over which the ratio is averaged
 
     def __post_init__(self) -> None:
         check_fields(self, "tokenize")
@@ -73,7 +72,7 @@ class Prompts:
         self.tokenized = 0
         self.estimated = 0
         self._knobs = knobs
-        self.bytes_per_token = knobs.bytes_per_token  # as learned so far
+        self.bytes_per_token = BYTES_PER_TOKEN  # as learned so far
         self._lengths: OrderedDict[bytes, int] = OrderedDict()
 
     def measure_prompt(self, ask: Ask) -> Prompt:
@@ -139,13 +138,13 @@ class Prompts:
         self.tokenized += 1
         self._learn_ratio(sum(len(text.encode("utf-8", "surrogatepass")) for text in texts), tokens)
         self._lengths[key] = tokens
-        if len(self._lengths) > self._knobs.cached:
+        if len(self._lengths) > REMEMBERED_TEXTS:
             self._lengths.popitem(last=False)
         return tokens
 
     def _learn_ratio(self, size_bytes: int, tokens: int) -> None:
         if tokens and size_bytes:
-            weight = 1 / min(self._knobs.memory, self.tokenized)
+            weight = 1 / min(AVERAGED_TEXTS, self.tokenized)
             self.bytes_per_token += weight * (size_bytes / tokens - self.bytes_per_token)
 
 
