@@ -101,6 +101,7 @@ async def run_together(config: RouterConfig) -> int:
     """Relay and control plane on one event loop. Raises ConfigError and OSError."""
     from pla_sglang.fleet.router.control.control_plane import ControlPlane
     from pla_sglang.fleet.router.control.succession import Preparation
+    from pla_sglang.fleet.router.relay.context import RelayContext
     from pla_sglang.fleet.router.relay.listener import listening_socket
     from pla_sglang.fleet.router.relay.server import Relay
 
@@ -115,9 +116,7 @@ async def run_together(config: RouterConfig) -> int:
     plane = ControlPlane(config.control, prepared=prepared, router_key=make_router_key())
     stop = Stop(watch_stdin=False, pause_s=config.relay.drain_pause_s)
     await plane.start()
-    relay = Relay(
-        config.relay, number=0, send_to_control=plane.on_message, rng=random.SystemRandom(), now_s=time.monotonic
-    )
+    relay = Relay(RelayContext(config.relay, number=0, send_to_control=plane.on_message, rng=random.SystemRandom()))
     try:
         await relay.start_serving()
         plane.attach_relay(0, relay)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pla_sglang.common.secret_names import HIDDEN, hide_arguments, hide_in_text, hide_secrets, is_secret_name
 from pla_sglang.fleet.router.control.workers.discovery import describe
 from pla_sglang.fleet.router.control.workers.errors import WorkerError
-from pla_sglang.fleet.router.control.workers.polls import quote_response
+from pla_sglang.fleet.router.control.workers.instance_client import quote_response
 from pla_sglang.fleet.router.http import instance_facts
 from pla_sglang.fleet.router.http.instance_facts import FACTS, answer_about_instance
 

@@ -20,8 +20,7 @@ PlaError
 ├── IncompatiblePeerError    an instance answers and cannot be paired with
 ├── GivenUpError             the decode side of a request gave up before its prefill side came
 ├── KeysFullError            an instance has no room for the key of another router
-├── BadMessage               a client or an instance does not speak HTTP/1.x as it should; with a status
-├── BadBody                  a client's body cannot be dispatched; with a status
+├── BadMessage               a client or an instance does not speak HTTP/1.x, or a request is refused; with a status
 ├── TelemetryError           a load report is malformed
 ├── ControlError             what the router's control process asks of others
 │   ├── WorkerError          an order that does not fit the worker table

@@ -50,7 +50,7 @@ def record(path: Path, policy: str, *, requests: int = 120, **fields: object) ->
     for index, role in enumerate((Role.PREFILL, Role.PREFILL, Role.DECODE, Role.DECODE)):
         fleet.set_role(fleet.instances[index], role, 0.0)
     recorder = DecisionRecorder(RecordWriter(path), header_of(policy, PROFILE, 2.0, made), fleet)
-    effects = RouterEffects(fleet, lambda view, length_class: None)
+    effects = RouterEffects(fleet, lambda view: None)
     driver = PairRunner(build(policy, made), fleet, effects, recording=recorder)
     for number in range(requests):
         now_s = number * 0.1

@@ -16,6 +16,7 @@ import h11
 from fake_sglang import FakeSglang, Rooms, Script
 
 from pla_sglang.fleet.router.config import RelayConfig
+from pla_sglang.fleet.router.relay.context import RelayContext
 from pla_sglang.fleet.router.relay.server import Relay
 from pla_sglang.fleet.router.wire import messages as m
 from support.serving import wait_until
@@ -266,7 +267,9 @@ async def serving(
             await stack.enter_async_context(one)
         plane = TurnControl(tuple(one.worker() for one in instances), **control)
         listening = replace(config or RelayConfig(), port=0)
-        relay = Relay(listening, number=0, send_to_control=plane.on_message, rng=random.Random(5), now_s=now_s)
+        relay = Relay(
+            RelayContext(listening, number=0, send_to_control=plane.on_message, rng=random.Random(5), now_s=now_s)
+        )
         here = made(relay, plane, [*instances])
         plane.attach_relay(0, relay)
         await relay.start_serving()

@@ -14,9 +14,13 @@ from fake_sglang import FakeSglang
 from pla_sglang.fleet.router.control.control_plane import ControlPlane
 from pla_sglang.fleet.router.control.knobs import ControlKnobs
 from pla_sglang.fleet.router.control.succession import Preparation
+from pla_sglang.fleet.router.control.workers.discovery import Description, parse_url
 from pla_sglang.fleet.router.control.workers.health import HealthKnobs
+from pla_sglang.fleet.router.control.workers.table import Worker, WorkerReason, WorkerState
 from pla_sglang.fleet.router.tls import TlsContext, WorkerTls
 from pla_sglang.fleet.router.wire import messages as m
+from pla_sglang.load.report import Report
+from pla_sglang.policy.interface.fleet import InstanceKind
 from support.serving import wait_until
 
 QUICK = HealthKnobs(interval_s=0.05, timeout_s=2.0, fresh_s=0.2, misses=2, refused=2)
@@ -72,6 +76,12 @@ class Scene:
         assert isinstance(answer, m.Assign)
         return answer
 
+    def start(self, rid: str, *milestones: m.Milestone) -> Worker:
+        """A request that is assigned at once and gets so far. Its instance, of two that which decodes."""
+        assign = self.assign(rid)
+        self.reach(rid, *milestones)
+        return self.plane.table.by_number[assign.decode]
+
     def be_refused(self, rid: str, body: object = None, **fields: Any) -> m.Refuse:
         """As ``ask``, of a request that is refused at once."""
         answer = self.ask(rid, body, **fields)
@@ -101,6 +111,20 @@ class Scene:
     def ended(self, rid: str, outcome: m.Outcome = m.Outcome.OK, **fields: Any) -> None:
         self.plane.on_message(m.Completed(rid, outcome, 200, time.monotonic(), **({"output_tokens": 5} | fields)))
 
+    async def connected(self) -> None:
+        """KV cache can go from each to each."""
+        ready = self.plane.table.fleet.ready
+        pairs = [(a, b) for a in ready for b in ready if a is not b]
+        await self.until(lambda: all(self.plane._peering.is_connected(a, b) for a, b in pairs))
+
+    def open_at(self) -> list[int]:
+        """How many requests the load tracker of each instance has."""
+        return [worker.load.open_requests() for worker in self.plane.table.workers]
+
+    def describe_planner(self) -> dict[str, Any]:
+        state: dict[str, Any] = self.admin("GET", "/pla/state")[1]["planner"]
+        return state
+
     def admin(self, method: str, path: str, body: object = None) -> tuple[int, Any]:
         self._number += 1
         data = b"" if body is None else msgspec.json.encode(body)
@@ -123,6 +147,29 @@ class Scene:
         assert (self.plane.dispatcher.ledger.records, self.plane.dispatcher.ledger.rooms) == ({}, {})
         assert all(worker.load.open_requests() == 0 for worker in self.plane.table)
         self.plane.table.check_integrity()
+
+
+def enter_worker(
+    plane: ControlPlane, number: int, kind: InstanceKind, now_s: float, *, instances: int, **said: Any
+) -> Worker:
+    """An instance that is ready without having been called. ``instances``: of all; ``said``: of its description."""
+    worker = plane.table.add(parse_url(f"http://127.0.0.1:{number + 1}"), now_s)
+    description = Description(
+        *(kind, str(number), worker.view.name, 100_000, 1, 1, "m", "t", "v"), bootstrap_port=1, **said
+    )
+    if plane.policy.runner is None:
+        plane.policy.make(description, instances)
+        plane.table.split = plane.policy.roles
+        plane.dispatcher.on_policy_made()
+    plane.table.describe(worker, description, now_s)
+    plane.table.move(worker, WorkerState.READY, WorkerReason.ANSWERS, now_s)
+    return worker
+
+
+def hear_report(plane: ControlPlane, report: Report) -> None:
+    new = plane._monitor.intake.on_report(report, plane._clock())
+    assert new is not None
+    plane._on_report(new)
 
 
 @asynccontextmanager

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from pla_sglang.fleet.router.config import RelayConfig
-from pla_sglang.fleet.router.wire.codes import Cause, FailureKind
+from pla_sglang.fleet.router.wire.messages import Cause, FailureKind
 
 
 class Who(enum.Enum):

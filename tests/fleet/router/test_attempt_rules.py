@@ -10,7 +10,7 @@ import pytest
 
 from pla_sglang.fleet.router.attempt_rules import RULES, Evidence, find_most, judge_failure, may_follow
 from pla_sglang.fleet.router.config import RelayConfig
-from pla_sglang.fleet.router.wire.codes import Cause, FailureKind
+from pla_sglang.fleet.router.wire.messages import Cause, FailureKind
 
 CONFIG = RelayConfig(connect_attempts=3, transfer_attempts=4, full_attempts=5)
 LOSSES = (Cause.LOST, Cause.BROKEN, Cause.SILENT)

@@ -11,7 +11,7 @@ from pla_sglang.fleet.router import attempt_rules
 from pla_sglang.fleet.router.attempt_rules import RULES, Evidence, Who
 from pla_sglang.fleet.router.control.requests.request_record import AttemptState
 from pla_sglang.fleet.router.control.suspects import Suspicion
-from pla_sglang.fleet.router.wire.codes import Cause
+from pla_sglang.fleet.router.wire.messages import Cause
 
 PAGE = (Path(__file__).parents[3] / "docs/reference/attempts.md").read_text()
 WORDS = {Who.ALL: "all", Who.SINGLE: "single", Who.MOVABLE: "movable", Who.NONE: "none"}

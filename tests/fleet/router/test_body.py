@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pla_sglang.fleet.router.http import json_body as b
+from pla_sglang.fleet.router.http.head import BadMessage
 from pla_sglang.fleet.router.wire.inference import PATHS
 from pla_sglang.fleet.router.wire.rids import rid_at_instance
 
@@ -66,9 +67,9 @@ def test_what_only_the_router_sets(fields: Any, escaped: bool) -> None:
     if escaped:  # the same names in other bytes
         text = text.replace("_", "\\u005f").replace('"pl', '"\\u0070l')
         assert json.loads(text) == {"text": "x", **fields}
-    with pytest.raises(b.BadBody) as caught:
+    with pytest.raises(BadMessage) as caught:
         b.read_body(text.encode())
-    assert caught.value.code == "reserved_field"
+    assert caught.value.reason == "reserved_field"
 
 
 @pytest.mark.parametrize(
@@ -80,7 +81,7 @@ def test_the_same_words_elsewhere_are_allowed(fields: Any) -> None:
 
 @pytest.mark.parametrize("rid", ["", "a b", "a\r\nx-pla-evil: 1", "\u00e9", "x" * 129, 7, ["ok", "no\n"]])
 def test_a_rid_that_could_end_a_header_is_refused(rid: Any) -> None:
-    with pytest.raises(b.BadBody, match="visible ASCII"):
+    with pytest.raises(BadMessage, match="visible ASCII"):
         b.read_body(json.dumps({"rid": rid}).encode())
 
 
@@ -89,13 +90,13 @@ DEEP = b"[" * 100_000 + b"]" * 100_000
 
 @pytest.mark.parametrize("name", ["x", "rid", "n", "sampling_params", "priority", "prompt"])
 def test_what_is_nested_too_deeply(name: str) -> None:
-    with pytest.raises(b.BadBody, match="nested too deeply"):
+    with pytest.raises(BadMessage, match="nested too deeply"):
         b.read_body(b'{"%s":%s}' % (name.encode(), DEEP))
 
 
 @pytest.mark.parametrize("raw", [b"", b"[]", b"3", b"{", b'{"a":}', b'{"a":1}x', b'{"rid":""}'])
 def test_what_is_no_json_object(raw: bytes) -> None:
-    with pytest.raises(b.BadBody):
+    with pytest.raises(BadMessage):
         b.read_body(raw)
 
 
@@ -110,7 +111,7 @@ def test_long_arrays_are_cut_out_and_nothing_else() -> None:
     assert (found.input_tokens, found.exact_tokens) == (len(ids), True)
     assert (found.stream, found.output_tokens) == (True, 3)
     nested = json.dumps({"input_ids": [ids, [1, 2]], "bootstrap_room": 3}).encode()
-    with pytest.raises(b.BadBody, match="bootstrap_room"):
+    with pytest.raises(BadMessage, match="bootstrap_room"):
         b.read_body(nested)
     batch = b.read_body(json.dumps({"input_ids": [ids, [1, 2]]}).encode())
     assert (batch.prompts, batch.input_tokens, batch.exact_tokens) == (2, len(ids) + 2, True)
@@ -119,7 +120,7 @@ def test_long_arrays_are_cut_out_and_nothing_else() -> None:
 @pytest.mark.parametrize("name", ["input_ids", "prompt"])
 @pytest.mark.parametrize("prompts", [[[]], [[1, 2], []], [[], [1]], [[1], [], [2]]])
 def test_an_empty_prompt_in_a_batch_is_refused(name: str, prompts: list[list[int]]) -> None:
-    with pytest.raises(b.BadBody, match="has no token"):
+    with pytest.raises(BadMessage, match="has no token"):
         b.read_body(json.dumps({name: prompts}).encode(), PATHS["/v1/completions"])
 
 
@@ -151,7 +152,7 @@ def test_no_prompt_hides_a_member(text: str, name: str) -> None:
         if name == "x":
             b.read_body(raw)
         else:
-            with pytest.raises(b.BadBody):
+            with pytest.raises(BadMessage):
                 b.read_body(raw)
 
 
@@ -187,7 +188,7 @@ def test_another_rid_changes_nothing_else(fields: dict[str, Any], blank: str, at
 
 
 def test_members_need_an_object() -> None:
-    with pytest.raises(b.BadBody):
+    with pytest.raises(BadMessage):
         b.with_members(b"  [1]", b'"a":1')
 
 
@@ -207,12 +208,12 @@ def test_lists_of_too_many_members_are_refused_before_objects_are_made_of_them(n
     raw = json.dumps(TOO_MANY[name]).encode()
     tracemalloc.start()
     try:
-        with pytest.raises(b.BadBody) as caught:
+        with pytest.raises(BadMessage) as caught:
             b.read_body(raw)
         _, peak_bytes = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert (caught.value.code, caught.value.status) == ("too_many_members", 413)
+    assert (caught.value.reason, caught.value.status) == ("too_many_members", 413)
     assert peak_bytes < 16 * MEMBERS * 50, "pieces of the search, and no object for each member"
 
 
@@ -239,6 +240,6 @@ def test_long_lists_of_few_members_are_read(body: Any, tokens: int, prompts: int
 
 
 def test_a_number_of_samples_that_is_no_number_is_not_decoded() -> None:
-    with pytest.raises(b.BadBody) as caught:
+    with pytest.raises(BadMessage) as caught:
         b.read_body(json.dumps({"text": "x", "n": [[]] * 100}).encode())
-    assert caught.value.code == "bad_n"
+    assert caught.value.reason == "bad_n"

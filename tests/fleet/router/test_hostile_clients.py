@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
 import tracemalloc
 from typing import Any
 
 import pytest
 from fake_sglang import Script
+from support.lone_connection import LoneConnection
 from support.relays import read_answer, request_bytes, setting
 
 from pla_sglang.common.checks import describe_bad_ms
@@ -17,9 +17,6 @@ from pla_sglang.fleet.router.config import RelayConfig
 from pla_sglang.fleet.router.http import json_body
 from pla_sglang.fleet.router.http.head import BadMessage, RequestHead
 from pla_sglang.fleet.router.relay import client_connection, routes
-from pla_sglang.fleet.router.relay.client_connection import AcceptedRequest, ClientConnection
-from pla_sglang.fleet.router.relay.context import RelayContext
-from pla_sglang.fleet.router.relay.response_writer import ResponseWriter
 from pla_sglang.fleet.router.wire import messages as m
 
 ASK: dict[str, Any] = {"text": "hello"}
@@ -126,66 +123,11 @@ async def test_an_old_client_is_told_that_its_connection_stays(streams: bool) ->
 # -- what a connection may cost ----------------------------------------------------------------------------------------
 
 
-class Transport(asyncio.Transport):
-    """Keeps what is written."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.written = b""
-        self.closing = False
-
-    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
-        """Nothing waits here."""
-
-    def write(self, data: Any) -> None:
-        self.written += data
-
-    def can_write_eof(self) -> bool:
-        return True
-
-    def write_eof(self) -> None:
-        """The next line says it as well."""
-
-    def is_closing(self) -> bool:
-        return self.closing
-
-    def abort(self) -> None:
-        self.closing = True
-
-
-class Owner:
-    def admit_connection(self, connection: ClientConnection) -> bool:
-        return True
-
-    def release_connection(self, connection: ClientConnection) -> None:
-        """Nobody counts."""
-
-
-class Lone:
-    """One connection without a socket, and what it has read."""
-
-    def __init__(self) -> None:
-        self.config = RelayConfig()
-        self.context = RelayContext(
-            self.config, number=0, send_to_control=lambda message: None, rng=random.Random(1), now_s=lambda: 0.0
-        )
-        self.bodies: list[bytes] = []
-        self.transport = Transport()
-        self.connection = ClientConnection(self.context, Owner(), self.accept)
-        self.connection.connection_made(self.transport)
-
-    def accept(self, head: RequestHead) -> AcceptedRequest:
-        return AcceptedRequest(self.config.max_body_bytes, self.serve)
-
-    def serve(self, client: ResponseWriter, head: RequestHead, body: bytes) -> None:
-        self.bodies.append(body)
-
-
 @pytest.mark.parametrize("segment_chunks", [1, 10_000])
 async def test_small_chunks_cost_what_they_hold(segment_chunks: int) -> None:
     """Each in a segment of its own, and many in one: what is kept is what is counted."""
     chunks = 100_000
-    lone = Lone()
+    lone = LoneConnection()
     lone.connection.data_received(head_of("/generate", "transfer-encoding: chunked"))
     segment = b"2\r\nab\r\n" * segment_chunks
     tracemalloc.start()
@@ -196,13 +138,13 @@ async def test_small_chunks_cost_what_they_hold(segment_chunks: int) -> None:
     assert lone.context.incoming.held_bytes == 2 * chunks
     assert kept_bytes < 1.2 * 2 * chunks
     lone.connection.data_received(b"0\r\n\r\n")
-    assert lone.bodies == [b"ab" * chunks]
+    assert [body for _, body in lone.requests] == [b"ab" * chunks]
     assert lone.context.incoming.held_bytes == 0
 
 
 @pytest.mark.parametrize("piece_bytes", [1, 2, 4096])
 async def test_blank_lines_in_front_count_against_the_limit_of_heads(piece_bytes: int) -> None:
-    lone = Lone()
+    lone = LoneConnection()
     blank = b"\r\n" * (lone.config.max_head_bytes // 2 + 1)
     for start in range(0, len(blank), piece_bytes):
         lone.connection.data_received(blank[start : start + piece_bytes])
@@ -210,10 +152,10 @@ async def test_blank_lines_in_front_count_against_the_limit_of_heads(piece_bytes
 
 
 async def test_some_blank_lines_in_front_are_skipped() -> None:
-    lone = Lone()
+    lone = LoneConnection()
     for piece in (b"\r", b"\n\r\n", b"\r\n" * 100 + b"GET /a HT", b"TP/1.1\r\nhost: x\r\n\r\n"):
         lone.connection.data_received(piece)
-    assert lone.bodies == [b""]
+    assert [body for _, body in lone.requests] == [b""]
 
 
 async def test_a_client_that_sends_far_ahead_and_leaves_is_noticed() -> None:

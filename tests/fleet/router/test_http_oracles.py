@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import re
 from typing import Any
 
@@ -12,74 +11,25 @@ import pytest
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.http_parser import HttpRequestParserC
 from support.http_cases import CASES, Case, disguised_requests
-
-from pla_sglang.fleet.router.config import RelayConfig
-from pla_sglang.fleet.router.http.head import RequestHead
-from pla_sglang.fleet.router.relay.client_connection import AcceptedRequest, ClientConnection
-from pla_sglang.fleet.router.relay.context import RelayContext
-from pla_sglang.fleet.router.relay.counters import ByteAccount
-from pla_sglang.fleet.router.relay.response_writer import ResponseWriter
+from support.lone_connection import LoneConnection
 
 Request = tuple[str, bytes, bytes]  # method, target, body
 Read = tuple[str, Request | None]  # verdict, and the request where it is "ok"
 
 
-class Transport(asyncio.Transport):
-    """Whatever is written is dropped."""
-
-    closing = False
-
-    def get_extra_info(self, name: str, default: object = None) -> None:
-        return None
-
-    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
-        """Nothing waits here."""
-
-    def write(self, data: object) -> None:
-        """Nobody reads it."""
-
-    def is_closing(self) -> bool:
-        return self.closing
-
-    def can_write_eof(self) -> bool:
-        return True
-
-    def write_eof(self) -> None:
-        self.closing = True
-
-
-class Owner:
-    def admit_connection(self, connection: ClientConnection) -> bool:
-        return True
-
-    def release_connection(self, connection: ClientConnection) -> None:
-        """Nobody counts."""
-
-
 def read_by_router(pieces: list[bytes]) -> Read:
-    requests: list[Request] = []
-
-    def serve(client: ResponseWriter, head: RequestHead, body: bytes) -> None:
-        requests.append((head.method, head.target, body))
-
-    def accept(head: RequestHead) -> AcceptedRequest:
-        return AcceptedRequest(RelayConfig().max_body_bytes, serve)
-
-    async def read() -> tuple[Transport, ByteAccount]:
-        context = RelayContext(
-            RelayConfig(), number=0, send_to_control=lambda message: None, rng=random.Random(1), now_s=lambda: 0.0
-        )
-        connection, transport = ClientConnection(context, Owner(), accept), Transport()
-        connection.connection_made(transport)
+    async def read() -> LoneConnection:
+        lone = LoneConnection()
         for piece in pieces:
-            connection.data_received(piece)
-        return transport, context.incoming
+            lone.connection.data_received(piece)
+        return lone
 
-    transport, incoming = asyncio.run(read())
-    assert incoming.held_bytes >= 0
-    if requests:
-        return "ok", requests[0]
-    return ("bad", None) if transport.closing else ("more", None)
+    lone = asyncio.run(read())
+    assert lone.context.incoming.held_bytes >= 0
+    if lone.requests:
+        head, body = lone.requests[0]
+        return "ok", (head.method, head.target, body)
+    return ("bad", None) if lone.transport.closing else ("more", None)
 
 
 def read_by_h11(raw: bytes) -> Read:

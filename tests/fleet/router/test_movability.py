@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pla_sglang.fleet.router.http.json_body import LONG_BYTES, read_body
-from pla_sglang.fleet.router.relay.movability import Movable, Unmovable, judge_request
+from pla_sglang.fleet.router.relay.movability import Tags, Unmovable, judge_request
 from pla_sglang.fleet.router.wire.inference import PATHS
 from pla_sglang.fleet.router.wire.messages import Ask, Endpoint
 
@@ -17,7 +17,7 @@ IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": 
 SAID = {"role": "user", "content": 'an "image_url" in words'}
 
 
-def judge(path: str, raw: bytes) -> Movable | Unmovable:
+def judge(path: str, raw: bytes) -> Tags | Unmovable:
     body = read_body(raw, PATHS[path])
     ask = Ask(
         *("r", 0, PATHS[path].endpoint, body.stream, 0.0, len(raw), body.input_tokens),
@@ -78,9 +78,9 @@ MOVABLE: list[tuple[str, dict[str, Any]]] = [
 def test_tags_come_on_top_of_what_the_client_has_written(path: str, fields: dict[str, Any], indent: int | None) -> None:
     raw = json.dumps(fields, indent=indent).encode() + b"\n"
     judged = judge(path, raw)
-    assert isinstance(judged, Movable)
+    assert isinstance(judged, Tags)
     tags = {"pla_movable": 1, "pla_seen": 'c"1', "pla_tokens": [1, 2]}
-    front, body = judged.tags._replace(members=json.dumps(tags)[1:-1].encode()).put_into(raw)
+    front, body = judged._replace(members=json.dumps(tags)[1:-1].encode()).put_into(raw)
     text = body.lstrip()
     sent = json.loads(b"{" + front + (b"," if front and fields else b"") + text[1:])  # of two alike the last one counts
     wanted = json.loads(raw)
@@ -98,7 +98,7 @@ def test_tags_come_on_top_of_what_the_client_has_written(path: str, fields: dict
 )
 def test_whether_usage_comes_at_the_end(options: dict[str, Any] | None, wants: bool) -> None:
     judged = judge("/v1/chat/completions", json.dumps({"messages": [TEXT], "stream_options": options}).encode())
-    assert isinstance(judged, Movable)
+    assert isinstance(judged, Tags)
     assert judged.wants_usage is wants
 
 
@@ -108,4 +108,4 @@ def test_every_path_that_generates_was_thought_of() -> None:
         raw = json.dumps({known.prompt[0]: "x", **({"items": ["y"]} if known.each_item else {})}).encode()
         if known.each_item:
             raw = json.dumps({name: ["x"] if name == known.prompt[1] else "x" for name in known.prompt}).encode()
-        assert isinstance(judge(path, raw), Movable) == (known.endpoint in movable), path
+        assert isinstance(judge(path, raw), Tags) == (known.endpoint in movable), path

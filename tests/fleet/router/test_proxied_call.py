@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pla_sglang.fleet.router.http.head import parse_response
-from pla_sglang.fleet.router.relay.proxied_call import UNREACHABLE, StatusCall
+from pla_sglang.fleet.router.relay.proxied_call import WholeCall
 from pla_sglang.fleet.router.wire.messages import FailureKind, WorkerEntry
 
 
@@ -29,12 +29,12 @@ class OneConnection:
         """Nothing to drop."""
 
 
-def ask(host: str, answer: Callable[[StatusCall], None]) -> tuple[bytes, list[int]]:
+def ask(host: str, answer: Callable[[WholeCall], None]) -> tuple[bytes, list[int]]:
     """The head that an instance at ``host`` gets, and the statuses that are reported."""
 
     async def scenario() -> tuple[bytes, list[int]]:
         pool, statuses = OneConnection(), list[int]()
-        call = StatusCall(pool, asyncio.get_running_loop(), statuses.append, timeout_s=60)  # type: ignore[arg-type]
+        call = WholeCall(pool, asyncio.get_running_loop(), lambda it: statuses.append(it.status), timeout_s=60)  # type: ignore[arg-type]
         worker = WorkerEntry(0, "w", host, 30_000, "unified", api_key="key", admin_key="admin")
         call.send_request(worker, "POST", "/abort_request", b"{}", admin=True)
         answer(call)
@@ -45,7 +45,7 @@ def ask(host: str, answer: Callable[[StatusCall], None]) -> tuple[bytes, list[in
 
 @pytest.mark.parametrize(("host", "line"), [("127.0.0.1", b"127.0.0.1:30000"), ("fd00::7", b"[fd00::7]:30000")])
 def test_the_host_line_has_brackets_around_an_ipv6_address(host: str, line: bytes) -> None:
-    def answer(call: StatusCall) -> None:
+    def answer(call: WholeCall) -> None:
         call.on_head(parse_response(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n"))
         call.on_done()
 
@@ -57,4 +57,4 @@ def test_the_host_line_has_brackets_around_an_ipv6_address(host: str, line: byte
 
 def test_a_lost_call_reports_that_there_was_no_answer() -> None:
     _, statuses = ask("127.0.0.1", lambda call: call.on_lost(FailureKind.LOST, "reset"))
-    assert statuses == [UNREACHABLE]
+    assert statuses == [0]

@@ -12,6 +12,7 @@ from support.loop_time import LoopTime
 from support.relays import TurnControl, request_bytes, setting
 
 from pla_sglang.fleet.router.config import RelayConfig
+from pla_sglang.fleet.router.relay.context import RelayContext
 from pla_sglang.fleet.router.relay.server import Relay
 from pla_sglang.fleet.router.wire import endpoints
 from pla_sglang.fleet.router.wire import messages as m
@@ -76,11 +77,13 @@ async def test_health_follows_the_wire(tmp_path: Any) -> None:
     loop = asyncio.get_running_loop()
     wire = RelayWire(path, 0, now_s=loop.time)
     relay = Relay(
-        RelayConfig(port=0),
-        number=0,
-        send_to_control=wire.send_message,
-        rng=random.Random(1),
-        control_is_silent=wire.is_silent,
+        RelayContext(
+            RelayConfig(port=0),
+            number=0,
+            send_to_control=wire.send_message,
+            rng=random.Random(1),
+            control_is_silent=wire.is_silent,
+        )
     )
     wire.start_wire(relay.on_message, relay.on_attached)
     await relay.start_serving()

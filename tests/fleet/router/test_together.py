@@ -24,6 +24,7 @@ from pla_sglang.fleet.router.config import RelayConfig
 from pla_sglang.fleet.router.control.admin import METRICS
 from pla_sglang.fleet.router.control.control_plane import ControlPlane
 from pla_sglang.fleet.router.control.knobs import ControlKnobs
+from pla_sglang.fleet.router.relay.context import RelayContext
 from pla_sglang.fleet.router.relay.server import Relay
 from pla_sglang.parity import replay_file
 
@@ -114,7 +115,7 @@ async def together(modes: list[str], *, hops: bool = False, **knobs: Any) -> Asy
     values = {"health": QUICK, "poll_interval_s": 0.1, "workers": tuple(one.url for one in fakes)} | knobs
     plane = ControlPlane(ControlKnobs(**values))
     await plane.start()
-    relay = Relay(RelayConfig(port=0), number=0, send_to_control=plane.on_message, rng=random.Random(1))
+    relay = Relay(RelayContext(RelayConfig(port=0), number=0, send_to_control=plane.on_message, rng=random.Random(1)))
     await relay.start_serving()
     plane.attach_relay(0, relay)
     connector = aiohttp.TCPConnector(limit=0, force_close=True)

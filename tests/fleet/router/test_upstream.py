@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from support.lone_connection import FakeTransport
 
 from pla_sglang.fleet.router.http.head import ResponseHead
 from pla_sglang.fleet.router.relay import upstream_connection
@@ -14,29 +15,6 @@ from pla_sglang.fleet.router.wire.messages import FailureKind, WorkerEntry
 
 WORKER = WorkerEntry(3, "u", "127.0.0.1", 1, "unified")
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\n"
-
-
-class Transport(asyncio.Transport):
-    """Knows whether it reads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.reading = True
-
-    def get_extra_info(self, name: str, default: object = None) -> None:
-        return None
-
-    def write(self, data: object) -> None:
-        """Nobody reads it."""
-
-    def is_closing(self) -> bool:
-        return False
-
-    def pause_reading(self) -> None:
-        self.reading = False
-
-    def resume_reading(self) -> None:
-        self.reading = True
 
 
 class SlowClient:
@@ -66,7 +44,7 @@ async def test_a_connection_goes_back_to_the_pool_reading() -> None:
     pool = UpstreamPool(
         asyncio.get_running_loop(), TlsContext(WorkerTls(), now_s=0.0), connect_timeout_s=1.0, idle_s=3.0
     )
-    connection, transport = UpstreamConnection(pool, WORKER), Transport()
+    connection, transport = UpstreamConnection(pool, WORKER), FakeTransport()
     connection.connection_made(transport)
     sink = SlowClient(connection)
     connection.send_request("POST", b"x", b"", sink)

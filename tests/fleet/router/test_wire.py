@@ -15,6 +15,7 @@ from fake_sglang import FakeSglang, Script, end_of_words
 from support.relays import Setting, TurnControl
 
 from pla_sglang.fleet.router.config import RelayConfig
+from pla_sglang.fleet.router.relay.context import RelayContext
 from pla_sglang.fleet.router.relay.server import Relay
 from pla_sglang.fleet.router.wire import endpoints
 from pla_sglang.fleet.router.wire import messages as m
@@ -47,7 +48,9 @@ async def beat(plane: TurnControl) -> None:
 @contextlib.asynccontextmanager
 async def relay_end(address: str, number: int = 0) -> AsyncIterator[Relay]:
     end = RelayWire(address, number, now_s=time.monotonic)
-    relay = Relay(RelayConfig(port=0), number=number, send_to_control=end.send_message, rng=random.Random(number))
+    relay = Relay(
+        RelayContext(RelayConfig(port=0), number=number, send_to_control=end.send_message, rng=random.Random(number))
+    )
     end.start_wire(relay.on_message, relay.on_attached)
     await relay.start_serving()
     try:

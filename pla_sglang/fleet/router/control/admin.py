@@ -32,8 +32,8 @@ from pla_sglang.fleet.router.control.request_dispatcher import RequestDispatcher
 from pla_sglang.fleet.router.control.workers.discovery import parse_url
 from pla_sglang.fleet.router.control.workers.errors import WorkerError
 from pla_sglang.fleet.router.control.workers.table import Worker
-from pla_sglang.fleet.router.http.bodies import ErrorBody, ErrorDetail, NewWorker, RoleOrder, WorkerRow
-from pla_sglang.fleet.router.http.responses import JSON
+from pla_sglang.fleet.router.http.bodies import NewWorker, RoleOrder, WorkerRow
+from pla_sglang.fleet.router.http.responses import JSON, error_body
 from pla_sglang.fleet.router.wire.messages import AdminAsk, AdminResponse
 from pla_sglang.fleet.viewer.page import CONTENT_TYPE, live_headers, render_live
 
@@ -72,7 +72,7 @@ def json_response(value: Any, status: int = 200) -> AdminResponse:
 def error_response(message: str, status: int) -> AdminResponse:
     """An error in the form that relays give their own."""
     kind = ERROR_TYPES.get(status, "bad_request" if status < 500 else "error")
-    return json_response(ErrorBody(ErrorDetail(message, kind, status)), status)
+    return AdminResponse(0, status, JSON, error_body(status, kind, message))
 
 
 def match_path(template: str, parts: Sequence[str]) -> list[str] | None:

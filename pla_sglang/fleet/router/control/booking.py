@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from pla_sglang.fleet.router.control.observability.series import RouterSeries
 from pla_sglang.fleet.router.control.requests.ledger import Ledger
-from pla_sglang.fleet.router.control.requests.pair_limits import decodes_after
 from pla_sglang.fleet.router.control.requests.prompts import Prompts
 from pla_sglang.fleet.router.control.requests.request_record import Attempt, MoveKind, RequestRecord
 from pla_sglang.fleet.router.control.workers.table import Worker
+from pla_sglang.fleet.router.wire.inference import BY_ENDPOINT
 from pla_sglang.fleet.router.wire.messages import Leg
 from pla_sglang.load.tracker import Phase, TrackedRequest
 from pla_sglang.policy.common.device_clock import DeviceClock
@@ -52,7 +52,7 @@ class Booking:
         legs = [(_WHOLE, prefill.number)] if whole else [(_PREFILL, prefill.number), (_DECODE, decode.number)]
         self.ledger.assign(record, legs, now_s, room=room)
         history = view.history_tokens(prefill.view)
-        decodes_here = whole and decodes_after(record.ask)
+        decodes_here = whole and BY_ENDPOINT[record.ask.endpoint].generates
         queued = TrackedRequest(view.input_tokens - history, history, now_s, _QUEUED, decodes_here=decodes_here)
         prefill.load.add_request(record.key, queued)
         if not whole:
@@ -62,7 +62,7 @@ class Booking:
     def end(self, record: RequestRecord, now_s: float) -> None:
         """The present attempt is over at its instances, a trial of their breakers too. So is the candidate."""
         if record.candidate is not None:
-            self.end_candidate(record, record.candidate, now_s)
+            self.end_at(record, record.candidate, now_s)
         self.end_at(record, record.present, now_s)
 
     def end_at(self, record: RequestRecord, attempt: Attempt, now_s: float) -> None:
@@ -84,11 +84,6 @@ class Booking:
             booked = TrackedRequest(tokens, 0, now_s, _COMING, decodes_here=True)
         target.load.add_request((record.rid, attempt.number), booked)
         self.ledger.send_candidate(record)
-
-    def end_candidate(self, record: RequestRecord, attempt: Attempt, now_s: float) -> None:
-        """Nothing comes of it."""
-        if attempt.decode is not None:
-            attempt.decode.load.end_request((record.rid, attempt.number), now_s)
 
     def note_prompt(
         self, record: RequestRecord, worker: Worker, now_s: float, *, answer_tokens: int | None = None

@@ -20,7 +20,6 @@ from pla_sglang.common.errors import ConfigError
 from pla_sglang.fleet.router.control.admin import AdminRoutes
 from pla_sglang.fleet.router.control.booking import Booking
 from pla_sglang.fleet.router.control.drains import Drains
-from pla_sglang.fleet.router.control.failure_intake import FailureIntake
 from pla_sglang.fleet.router.control.fates import find_fates
 from pla_sglang.fleet.router.control.gauges import gauges, state_of
 from pla_sglang.fleet.router.control.knobs import ControlKnobs
@@ -109,7 +108,7 @@ class ControlPlane:
         device_clock = DeviceClock()  # set when the first instance says what it is
         self.table = self._make_table(device_clock, pools=policy.pools)
         self.succession = Succession(lease, clock, self.table.can_serve, has_standby)
-        self._watch = FleetWatch(self.table, self.series.worker_ttft.by_worker, self.series.requests.take_recent)
+        self._watch = FleetWatch(self.table, self.series.worker_ttft, self.series.requests.take_recent)
         self._worker_file = None if knobs.worker_file is None else WorkerFile(knobs.worker_file, self.table)
         self._service = self._make_service() if knobs.worker_service else None
         self._relays = RelayPorts(knobs, self.table, lease.epoch, router_key=router_key)
@@ -127,7 +126,7 @@ class ControlPlane:
         self.dispatcher = RequestDispatcher(
             knobs, health, self.policy, booking, send_message=send_message, order_abort=order_abort
         )
-        self._events = RequestEvents(self.dispatcher, send_message=send_message, order_abort=order_abort)
+        self._events = RequestEvents(self.dispatcher, self._monitor, send_message=send_message)
         self._silence = SilenceWatch(self.dispatcher, send_message=send_message)
         self._late = LatePlacement(self.dispatcher, self.migration)
         self._drains = Drains(self.dispatcher, self.migration, clock=clock)
@@ -166,7 +165,7 @@ class ControlPlane:
             self._state_file,
             clock=self._clock,
             first_plan=time.time_ns() // 1_000_000,
-            on_start=self.series.starts.note_start,
+            on_start=self.series.note_start,
         )
 
     def _make_migration(self, booking: Booking) -> Migration:
@@ -195,7 +194,7 @@ class ControlPlane:
             self.knobs,
             self.table.fleet,
             running=RunningRequests(knobs, self.table, orders, clock=now, device_clock=booking.clock),
-            effects=RouterEffects(self.table.fleet, self._monitor.set_class, orders, self.scaling),
+            effects=RouterEffects(self.table.fleet, self._monitor.tell_class, orders, self.scaling),
             clock=booking.clock,
             is_connected=self._peering.is_connected,
             on_action=self._on_action,
@@ -278,19 +277,12 @@ class ControlPlane:
 
     def _message_handlers(self) -> dict[type[Any], Callable[[Any, float], None]]:
         """By type of message: called with the message and the time."""
-        failures = FailureIntake(
-            self.dispatcher.health,
-            self.dispatcher.exclusions,
-            self.series,
-            check_soon=self._monitor.check_soon,
-            verify_soon=self._monitor.verify_soon,
-        )
         return {
             m.Ask: self._on_ask,
             m.Progress: self._on_progress,
             m.Dropped: self.migration.on_dropped,
             m.Completed: self._events.on_completed,
-            m.Failure: failures.on_failure,
+            m.Failure: self._events.on_failure,
             m.RelayReport: lambda report, _: self.series.on_relay(report),
             m.AdminAsk: lambda ask, _: self._relays.send_message(ask.relay, self._routes.answer_request(ask)),
             m.Hello: self._on_hello,

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pla_sglang.fleet.router.control.migration import Migration
 from pla_sglang.fleet.router.control.request_dispatcher import RequestDispatcher
 from pla_sglang.fleet.router.control.requests.request_record import DRAIN, MoveKind, RequestRecord
-from pla_sglang.fleet.router.control.workers.errors import NoResponseError, WorkerError
+from pla_sglang.fleet.router.control.workers.errors import ControlError
 from pla_sglang.fleet.router.control.workers.instance_client import InstanceClient
 from pla_sglang.fleet.router.control.workers.table import Worker, WorkerReason, WorkerState
 from pla_sglang.fleet.router.control.workers.tasks import Tasks
@@ -82,7 +82,7 @@ class Drains:
         assert self._client is not None
         try:
             ending = await self._client.is_ending(worker)
-        except (NoResponseError, WorkerError):
+        except ControlError:
             return  # health checks judge
         if ending and worker.is_ready():
             self._dispatcher.table.move(worker, WorkerState.DRAINING, WorkerReason.ENDING, self._clock())

@@ -181,7 +181,7 @@ def _of_pools(dispatcher: RequestDispatcher) -> Iterator[Row]:
 
 def row_of(worker: Worker, dispatcher: RequestDispatcher, now_s: float) -> WorkerRow:
     """For /workers and /pla/state."""
-    ttft = dispatcher.series.worker_ttft.by_worker.get(worker.view.name, NO_REQUESTS)
+    ttft = dispatcher.series.worker_ttft.get(worker.view.name, NO_REQUESTS)
     return worker.to_row(now_s, ttft, dispatcher.policy.describe_steps(worker.view))
 
 
@@ -216,7 +216,7 @@ def state_of(dispatcher: RequestDispatcher, now_s: float) -> dict[str, Any]:
             "bytes_per_token": dispatcher.prompts.bytes_per_token,
             "prefix_blocks": dispatcher.index.count_blocks(),
         },
-        "prefixes": dispatcher.series.prefixes.to_dict(),
+        "prefixes": dispatcher.series.describe_prefixes(),
         "workers": [row_of(worker, dispatcher, now_s) for worker in dispatcher.table],
     }
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from pla_sglang.fleet.router.control.booking import Booking
 from pla_sglang.fleet.router.control.requests.ledger import order_aborts
-from pla_sglang.fleet.router.control.requests.relay_messages import candidate_message
+from pla_sglang.fleet.router.control.requests.relay_messages import assign_message
 from pla_sglang.fleet.router.control.requests.request_record import (
     LEAVING,
     STREAMING,
@@ -30,7 +30,7 @@ from pla_sglang.fleet.router.control.requests.request_record import (
     name_at_instance,
 )
 from pla_sglang.fleet.router.control.workers.abort_order import AbortOrder
-from pla_sglang.fleet.router.control.workers.errors import NoResponseError, UnreachableError, WorkerError
+from pla_sglang.fleet.router.control.workers.errors import ControlError
 from pla_sglang.fleet.router.control.workers.exclusions import find_unfit
 from pla_sglang.fleet.router.control.workers.instance_client import InstanceClient
 from pla_sglang.fleet.router.control.workers.peering import Peering
@@ -204,7 +204,9 @@ class Migration:
         tokens, attempt.delivered_tokens = int(response["kv_tokens"]), int(response["tokens"])
         attempt.kv_tokens = tokens if attempt.how is _PULL else 0
         self._booking.begin_candidate(record, tokens + 1, self._clock())
-        held = candidate_message(record, move.source, held_tokens=attempt.delivered_tokens)
+        source = move.source if attempt.how is _PULL else None
+        delivered = attempt.delivered_tokens
+        held = assign_message(record, attempt, source, reason=attempt.cause, held_tokens=delivered)
         self._send_message(record.relay, held)
 
     def on_progress(self, progress: m.Progress, now_s: float) -> bool:
@@ -259,7 +261,7 @@ class Migration:
         """The request goes on where it is, and rests. ``over``: the target holds nothing of it."""
         del self._moves[move.record.rid]
         record, now_s = move.record, self._clock()
-        self._booking.end_candidate(record, move.attempt, now_s)
+        self._booking.end_at(record, move.attempt, now_s)
         for order in self._ledger.drop_candidate(record, now_s, over=over):
             self._order_abort(order)
         move.attempt.ended_s, move.attempt.failure = now_s, f"{why}: {detail}" if detail else why
@@ -291,6 +293,6 @@ class Migration:
         assert self._client is not None
         try:
             return (await self._client.order_commands(worker, [command]))[0]
-        except (UnreachableError, NoResponseError, WorkerError) as error:
+        except ControlError as error:
             logger.warning("%s at %s: %s", command["do"], worker.view.name, error)
             return {}

@@ -25,7 +25,6 @@ from pla_sglang.policy.dopd.batching import BatchingKnobs
 from pla_sglang.policy.dopd.planner import DopdController
 from pla_sglang.policy.interface.decisions import Migrate, PolicySet, PrefillSample, ScaleTo, SetLengthClass, SetRole
 from pla_sglang.policy.interface.fleet import FleetView, InstanceKind, InstanceView, Role
-from pla_sglang.policy.interface.prefill import PrefillClass
 from pla_sglang.policy.pairs import PairRunner
 from pla_sglang.policy.registry import Setup
 from pla_sglang.policy.runner import Effects, Refusal
@@ -37,7 +36,6 @@ from pla_sglang.recording.setup import header_of
 logger = logging.getLogger(__name__)
 DEFAULT_PROFILE = "h100-llama3.1-8b-tp1"
 ROLE_ORDERS = dict(zip(ROLES, (PoolEvent.TO_PREFILL, PoolEvent.TO_DECODE, PoolEvent.UNITE), strict=True))
-SetClass = Callable[[InstanceView, PrefillClass | None], None]
 
 
 class RouterEffects(Effects):
@@ -47,7 +45,7 @@ class RouterEffects(Effects):
     late or a repeated change leaves it as it is.
 
     Args:
-        set_class: tells an instance its new class; the view is changed here.
+        tell_class: tells an instance the class that its view has now.
         orders: takes moves of running requests; None: they are refused.
         scaling: starts and stops instances; None: that is refused.
     """
@@ -55,12 +53,12 @@ class RouterEffects(Effects):
     def __init__(
         self,
         fleet: FleetView,
-        set_class: SetClass,
+        tell_class: Callable[[InstanceView], None],
         orders: MoveOrders | None = None,
         scaling: ScaleOrders | None = None,
     ) -> None:
         self._fleet = fleet
-        self._set_class = set_class
+        self._tell_class = tell_class
         self._orders = orders
         self._scaling = scaling
 
@@ -77,7 +75,7 @@ class RouterEffects(Effects):
 
     def set_length_class(self, action: SetLengthClass, now_s: float) -> Refusal | None:
         action.instance.length_class = action.length_class
-        self._set_class(action.instance, action.length_class)
+        self._tell_class(action.instance)
         return None
 
     def migrate(self, action: Migrate, now_s: float) -> Refusal | None:

@@ -23,7 +23,6 @@ from pla_sglang.fleet.router.control.booking import Booking
 from pla_sglang.fleet.router.control.knobs import ControlKnobs
 from pla_sglang.fleet.router.control.observability.explain import ExplainStore, note_choice
 from pla_sglang.fleet.router.control.policy_setup import LivePolicy
-from pla_sglang.fleet.router.control.requests.ledger import is_named
 from pla_sglang.fleet.router.control.requests.pair_limits import (
     RETRY_NO_INSTANCE_S,
     choose_whole,
@@ -123,7 +122,7 @@ class RequestDispatcher:
 
     def on_ask(self, ask: m.Ask, now_s: float) -> None:
         record = self.ledger.records.get(ask.rid)
-        if record is None and not is_named(self.ledger, ask.rid, ask.rids):
+        if record is None and not self.ledger.is_named(ask.rid, ask.rids):
             self._open(ask, now_s)
         elif record is None or record.state is ENDED or record.relay != ask.relay:
             # Also where an instance has not confirmed the abort of the former request of that id.
@@ -408,7 +407,7 @@ class RequestDispatcher:
         """
         view, over = record.view, record.last_over
         if over is None or not over.shown:
-            can_move = record.ask.stream and record.is_single()
+            can_move = record.ask.stream and record.ask.is_single
             chosen = _choose_without_policy(record, runner) or runner.choose(view, now_s, can_move=can_move)
             if isinstance(chosen, Choice):
                 return chosen
@@ -460,7 +459,9 @@ class RequestDispatcher:
     def _assign(self, record: RequestRecord, choice: Choice, now_s: float) -> None:
         self.booking.begin(record, self.table.of(choice.prefill), self.table.of(choice.decode), now_s)
         # Last: in one process the relay may answer before this returns.
-        self._send_message(record.relay, assign_message(record, choice.reason.value))
+        attempt = record.present
+        source = None if attempt.prefill is attempt.decode else attempt.prefill
+        self._send_message(record.relay, assign_message(record, attempt, source, reason=choice.reason.value))
 
     def _drop(self, record: RequestRecord, verdict: Verdict) -> None:
         self.queue.remove(record.rid)

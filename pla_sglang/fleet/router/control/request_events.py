@@ -1,4 +1,5 @@
-"""What becomes of requests, as relays tell it: sent, first token, ended. And those whose instance or relay is gone.
+"""What becomes of requests, as relays tell it: sent, first token, ended, failures of their instances. And those whose
+instance or relay is gone.
 
 It enters in the ledger, the load trackers, the policy and the series what relays report of attempts that
 ``RequestDispatcher`` has placed. One object, called from one event loop.
@@ -8,17 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container
 
+from pla_sglang.fleet.router.attempt_rules import Evidence, judge_failure
 from pla_sglang.fleet.router.control.observability.explain import stage_seconds
 from pla_sglang.fleet.router.control.observability.request_series import describe_end, has_first_token
 from pla_sglang.fleet.router.control.request_dispatcher import ADOPTED, RequestDispatcher
 from pla_sglang.fleet.router.control.requests.request_record import ENDED, Attempt, End, RequestRecord
-from pla_sglang.fleet.router.control.workers.abort_order import AbortOrder
-from pla_sglang.fleet.router.control.workers.table import Worker
+from pla_sglang.fleet.router.control.workers.monitor import InstanceMonitor
+from pla_sglang.fleet.router.control.workers.table import Worker, WorkerState
 from pla_sglang.fleet.router.wire import messages as m
 from pla_sglang.policy.interface.fleet import InstanceKind
 
 # Named once: see ``fast_enum``.
-_PREFILL = m.Leg.PREFILL
+_PREFILL, _FULL = m.Leg.PREFILL, m.FailureKind.FULL
 _SENT, _PREFILL_DONE, _FIRST_TOKEN = m.Milestone
 _REFUSED, _COMPLETE = m.Outcome.REFUSED, frozenset({m.Outcome.OK, m.Outcome.CLIENT_ERROR})
 _INSTANCE_REFUSED = m.Outcome.INSTANCE_REFUSED
@@ -32,18 +34,18 @@ class RequestEvents:
 
     Args:
         dispatcher: has the requests, and is told when another one may go.
+        monitor: aborts requests at instances, and checks those that have failed.
         send_message: to a relay by its number.
-        order_abort: at an instance.
     """
 
     def __init__(
         self,
         dispatcher: RequestDispatcher,
+        monitor: InstanceMonitor,
         *,
         send_message: Callable[[int, m.FromControl], None],
-        order_abort: Callable[[AbortOrder], None],
     ) -> None:
-        self._dispatcher, self._send_message, self._order_abort = dispatcher, send_message, order_abort
+        self._dispatcher, self._monitor, self._send_message = dispatcher, monitor, send_message
         self._ledger, self._booking, self._policy = dispatcher.ledger, dispatcher.booking, dispatcher.policy
         self._series, self._queue, self._table = dispatcher.series, dispatcher.queue, dispatcher.table
 
@@ -95,10 +97,10 @@ class RequestEvents:
             served_s = max(0.0, at_s - attempt.assigned_s)
             predicted_s = None if attempt.placement is None else attempt.placement.predicted_ttft_s
             self._dispatcher.admission.on_first_token(predicted_s, served_s)
-            self._series.worker_ttft.observe(prefill.view.name, served_s, predicted_s)
+            self._series.note_ttft(prefill.view.name, served_s, predicted_s)
         if has_first_token(record):
             self._series.requests.note_first_token(self._table.names.find_label(record.ask), record, ttft_s)
-            self._series.stage_s.add_stages(stage_seconds(record))
+            self._series.add_stages(stage_seconds(record))
 
     # -- a request ends ------------------------------------------------------------------------------------------------
 
@@ -121,8 +123,8 @@ class RequestEvents:
         free: Container[int] = ended.aborted
         if ended.outcome in _COMPLETE:
             for worker, _ in record.present.workers():
-                self._dispatcher.health.on_success(worker, now_s, record.rid)
-        if ended.outcome in _COMPLETE or (ended.outcome is _INSTANCE_REFUSED and record.is_single()):
+                worker.breaker.on_success(now_s, record.rid)
+        if ended.outcome in _COMPLETE or (ended.outcome is _INSTANCE_REFUSED and record.ask.is_single):
             free = [worker.number for worker, _ in record.present.workers()]
         end = End(
             record.outcome_for(ended.outcome), ended.status, ended.detail, ended.output_tokens, ended.exact_tokens
@@ -143,7 +145,7 @@ class RequestEvents:
             return
         if ended.outcome in (_REFUSED, _INSTANCE_REFUSED):
             cost_s = 0.0
-        elif ended.cached_tokens is not None and prefill is not None and record.is_single():
+        elif ended.cached_tokens is not None and prefill is not None and record.ask.is_single:
             cost_s = predictor.cost_s(record.prompt.tokens, ended.cached_tokens, prefill.view)
         else:
             return
@@ -154,11 +156,11 @@ class RequestEvents:
         """What was predicted of its prefix cache, beside what was there. Left out is what says nothing of one prompt at
         one instance that was chosen with the index."""
         attempt = record.present
-        if attempt.how is not None or attempt.prefill is None or attempt.placement is None or not record.is_single():
+        if attempt.how is not None or attempt.prefill is None or attempt.placement is None or not record.ask.is_single:
             return
         if record.prompt.size_bytes and record.ask.endpoint in _SAYS_CACHED:
             name = attempt.prefill.view.name
-            self._series.prefixes.add_request(name, attempt.placement.cached_tokens, hit_tokens, record.prompt.tokens)
+            self._series.note_prefix(name, attempt.placement.cached_tokens, hit_tokens, record.prompt.tokens)
 
     def _end(
         self,
@@ -190,9 +192,31 @@ class RequestEvents:
         if tracing is not None and record.ask.parent is not None:
             tracing.trace(record)
         for order in orders:
-            self._order_abort(order)
+            self._monitor.abort(order)
 
-    # -- losses --------------------------------------------------------------------------------------------------------
+    # -- failures and losses -------------------------------------------------------------------------------------------
+
+    def on_failure(self, failure: m.Failure, now_s: float) -> None:
+        """To be full is not to be ill, and an answer of 500, or one that broke off, may be due to the request: then a
+        check of its instance counts.
+
+        SGLang 0.5.17 breaks a stream off where it answers the same mistake without stream with 500: its head is out
+        already when the parameters are read.
+        """
+        kind, worker = failure.kind, self._table.by_number.get(failure.worker)
+        if kind is not _FULL:
+            self._series.failures.inc(kind.name.lower())
+        if worker is None or worker.state is WorkerState.DEAD:
+            return
+        if kind is _FULL:
+            self._series.refusals.inc(worker.view.name)
+            self._dispatcher.exclusions.note_full(worker, now_s)
+        elif judge_failure(kind) is Evidence.CHECKED:
+            self._monitor.verify_soon(worker)
+        else:
+            refused = kind is m.FailureKind.CONNECT
+            self._dispatcher.health.on_failure(worker, now_s, failure.rid, refused=refused, detail=failure.detail)
+            self._monitor.check_soon(worker)
 
     def on_worker_dead(self, worker: Worker, now_s: float) -> None:
         """Requests that were on it are ended by their relays, or go on elsewhere; told so here, as a machine that

@@ -19,7 +19,7 @@ from pla_sglang.fleet.router.control.knobs import ControlKnobs
 from pla_sglang.fleet.router.control.observability.series import Row
 from pla_sglang.fleet.router.control.requests.prompts import load_tokenizer
 from pla_sglang.fleet.router.control.workers.discovery import Description, parse_url
-from pla_sglang.fleet.router.control.workers.errors import NoResponseError, UnreachableError, WorkerError
+from pla_sglang.fleet.router.control.workers.errors import ControlError
 from pla_sglang.fleet.router.control.workers.instance_client import InstanceClient
 from pla_sglang.fleet.router.control.workers.state_file import SavedWorker, load_state
 from pla_sglang.fleet.router.keys_file import KeysFile
@@ -87,7 +87,7 @@ class Preparation:
     async def _describe(self, client: InstanceClient, worker: SavedWorker) -> None:
         try:
             said = await client.describe(parse_url(worker.url), with_model=True)
-        except (UnreachableError, NoResponseError, WorkerError):  # a matter of the leader's health checks
+        except ControlError:  # a matter of the leader's health checks
             return
         self.described[worker.url] = said
         if self._reads_prompts:

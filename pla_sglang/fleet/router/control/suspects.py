@@ -14,14 +14,16 @@ from collections.abc import Iterable
 from pla_sglang.fleet.router.control.policy_setup import LivePolicy
 from pla_sglang.fleet.router.control.requests.request_record import Attempt, RequestRecord
 from pla_sglang.fleet.router.control.workers.health import HealthKnobs
-from pla_sglang.fleet.router.control.workers.silence import silent_for_s
 from pla_sglang.fleet.router.control.workers.table import Worker, WorkerState
 from pla_sglang.fleet.router.wire.messages import Cause, Over
+from pla_sglang.policy.common.device_clock import DeviceClock
+from pla_sglang.policy.common.predictor import TtftPredictor
 
 # Silence of its scheduler before an instance was lost that says that it died by itself. Where all of it is killed its
 # last word is fresh. When a scheduler has raised, SGLang 0.5.17 waits for 5 s at least before it ends
 # (SGLANG_PYSPY_DUMP_BEFORE_CRASH, on by default).
 DIED_FIRST_S = 3.0
+PASSES = 2.0  # of the predicted longest pass: a prediction may be wrong, and a word may have been missed between two
 SETTLE_S = 1.0  # what is sent to an instance so long after its scheduler's last word has never begun there
 
 
@@ -104,3 +106,21 @@ def _was_there(record: RequestRecord, worker: Worker) -> bool:
         if here and (attempt.ended_s is None or attempt.ended_s >= worker.silent_since_s()):
             return True
     return False
+
+
+def silent_for_s(worker: Worker, predictor: TtftPredictor | None, clock: DeviceClock, at_s: float) -> float:
+    """For how long at ``at_s``, by the wall, beyond what the pass under way explains; not above 0: it may be in one."""
+    return at_s - worker.silent_since_s() - PASSES * clock.wall_s(longest_pass_s(worker, predictor))
+
+
+def longest_pass_s(worker: Worker, predictor: TtftPredictor | None) -> float:
+    """Device seconds: a prefill of what is queued there, no more than one pass takes, behind all that is before it; or
+    a decode step."""
+    view, said = worker.view, worker.description
+    if predictor is None or said is None:
+        return 0.0
+    tokens = view.queued_tokens
+    new = tokens if said.chunk_tokens is None else min(tokens, said.chunk_tokens)
+    before = min(tokens - new + view.queued_history_tokens, max(0, view.kv_capacity_tokens - new))
+    prefill_s = predictor.curve(view).time_s(new, before) * predictor.factor(view) if new else 0.0
+    return max(prefill_s, view.token_interval_s or 0.0)

@@ -31,11 +31,11 @@ SEEN_LINES = 64  # first lines, of which there are few as well; each may be as l
 
 
 class BadMessage(PlaError):
-    """The peer does not speak HTTP/1.x as it should.
+    """The peer does not speak HTTP/1.x as it should, or a client's request is refused by the router.
 
     Attributes:
-        status: what a client is told: 400, 411, 413, 414, 431, 501 or 505.
-        reason: a word for counters.
+        status: what a client is told.
+        reason: a word for counters and the answer's type.
         headers: further ones of the answer.
     """
 

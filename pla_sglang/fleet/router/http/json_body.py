@@ -12,8 +12,8 @@ import re
 
 import msgspec
 
-from pla_sglang.common.errors import PlaError
 from pla_sglang.fleet.reserved import describe_reserved, is_reserved_param
+from pla_sglang.fleet.router.http.head import BadMessage
 from pla_sglang.fleet.router.wire.inference import PATHS, InferencePath
 from pla_sglang.fleet.router.wire.messages import Endpoint
 from pla_sglang.fleet.router.wire.rids import RID_PREFIX
@@ -25,9 +25,9 @@ LONG_BYTES = 16_384  # from here on it pays to look for a long array
 SEARCHED_BYTES = 4096  # for its name
 COUNTED_BYTES = 65_536  # of it, in less than a tenth of a millisecond; a longer one is estimated by its beginning
 BYTES_PER_TOKEN = 4.0  # of text; an estimate for policies that need no better one
-_EMPTY = msgspec.Raw(b"")
+EMPTY = msgspec.Raw(b"")
 _IDS = re.compile(rb'"input_ids"[ \t\r\n]*:[ \t\r\n]*\[')
-_BLANK = b" \t\r\n"
+BLANKS = b" \t\r\n"
 # Objects of a list cost far more memory than its text: longer ones are refused. Lists of numbers are only counted.
 MAX_MEMBERS = 65_536
 MAX_NUMBER_BYTES = 64
@@ -38,65 +38,57 @@ _INNER = re.compile(rb"\[[^][{}]*\]|\{[^][{}]*\}")
 _FIRST = re.compile(rb"[ \t\r\n]*[^ \t\r\n]").match  # up to the first byte that is no blank
 
 
-class BadBody(PlaError):
-    """The client is told, with ``status``. ``code`` is a word for counters and the answer's type."""
-
-    def __init__(self, code: str, message: str, status: int = 400) -> None:
-        self.code, self.status = code, status
-        super().__init__(message)
-
-
 class _Params(msgspec.Struct, gc=False):
-    custom_params: msgspec.Raw = _EMPTY
-    max_new_tokens: msgspec.Raw = _EMPTY
-    n: msgspec.Raw = _EMPTY
+    custom_params: msgspec.Raw = EMPTY
+    max_new_tokens: msgspec.Raw = EMPTY
+    n: msgspec.Raw = EMPTY
 
 
 class _Reserved(msgspec.Struct, gc=False):
     """Members that only the router sets, for its instances."""
 
-    bootstrap_host: msgspec.Raw = _EMPTY
-    bootstrap_port: msgspec.Raw = _EMPTY
-    bootstrap_room: msgspec.Raw = _EMPTY
-    bootstrap_pair_key: msgspec.Raw = _EMPTY
-    decode_tp_size: msgspec.Raw = _EMPTY
-    routed_dp_rank: msgspec.Raw = _EMPTY
-    data_parallel_rank: msgspec.Raw = _EMPTY
-    disagg_prefill_dp_rank: msgspec.Raw = _EMPTY
-    http_worker_ipc: msgspec.Raw = _EMPTY
-    encoder_urls: msgspec.Raw = _EMPTY
-    mm_data_mooncake: msgspec.Raw = _EMPTY
-    need_wait_for_mm_inputs: msgspec.Raw = _EMPTY
-    num_items_assigned: msgspec.Raw = _EMPTY
+    bootstrap_host: msgspec.Raw = EMPTY
+    bootstrap_port: msgspec.Raw = EMPTY
+    bootstrap_room: msgspec.Raw = EMPTY
+    bootstrap_pair_key: msgspec.Raw = EMPTY
+    decode_tp_size: msgspec.Raw = EMPTY
+    routed_dp_rank: msgspec.Raw = EMPTY
+    data_parallel_rank: msgspec.Raw = EMPTY
+    disagg_prefill_dp_rank: msgspec.Raw = EMPTY
+    http_worker_ipc: msgspec.Raw = EMPTY
+    encoder_urls: msgspec.Raw = EMPTY
+    mm_data_mooncake: msgspec.Raw = EMPTY
+    need_wait_for_mm_inputs: msgspec.Raw = EMPTY
+    num_items_assigned: msgspec.Raw = EMPTY
 
 
 class _Members(_Reserved, gc=False):
-    rid: msgspec.Raw = _EMPTY
-    stream: msgspec.Raw = _EMPTY
-    n: msgspec.Raw = _EMPTY
-    max_tokens: msgspec.Raw = _EMPTY
-    max_completion_tokens: msgspec.Raw = _EMPTY
-    priority: msgspec.Raw = _EMPTY
-    sampling_params: msgspec.Raw = _EMPTY
-    custom_params: msgspec.Raw = _EMPTY
-    text: msgspec.Raw = _EMPTY
-    prompt: msgspec.Raw = _EMPTY
-    input_ids: msgspec.Raw = _EMPTY
-    messages: msgspec.Raw = _EMPTY
+    rid: msgspec.Raw = EMPTY
+    stream: msgspec.Raw = EMPTY
+    n: msgspec.Raw = EMPTY
+    max_tokens: msgspec.Raw = EMPTY
+    max_completion_tokens: msgspec.Raw = EMPTY
+    priority: msgspec.Raw = EMPTY
+    sampling_params: msgspec.Raw = EMPTY
+    custom_params: msgspec.Raw = EMPTY
+    text: msgspec.Raw = EMPTY
+    prompt: msgspec.Raw = EMPTY
+    input_ids: msgspec.Raw = EMPTY
+    messages: msgspec.Raw = EMPTY
     # Of other paths than /generate, /v1/completions and /v1/chat/completions:
-    system: msgspec.Raw = _EMPTY
-    instructions: msgspec.Raw = _EMPTY
-    input: msgspec.Raw = _EMPTY
-    query: msgspec.Raw = _EMPTY
-    items: msgspec.Raw = _EMPTY
-    documents: msgspec.Raw = _EMPTY
-    request_id: msgspec.Raw = _EMPTY
-    max_output_tokens: msgspec.Raw = _EMPTY
-    background: msgspec.Raw = _EMPTY
-    lora_path: msgspec.Raw = _EMPTY
-    model: msgspec.Raw = _EMPTY
-    session_params: msgspec.Raw = _EMPTY
-    previous_response_id: msgspec.Raw = _EMPTY
+    system: msgspec.Raw = EMPTY
+    instructions: msgspec.Raw = EMPTY
+    input: msgspec.Raw = EMPTY
+    query: msgspec.Raw = EMPTY
+    items: msgspec.Raw = EMPTY
+    documents: msgspec.Raw = EMPTY
+    request_id: msgspec.Raw = EMPTY
+    max_output_tokens: msgspec.Raw = EMPTY
+    background: msgspec.Raw = EMPTY
+    lora_path: msgspec.Raw = EMPTY
+    model: msgspec.Raw = EMPTY
+    session_params: msgspec.Raw = EMPTY
+    previous_response_id: msgspec.Raw = EMPTY
 
 
 class Body(msgspec.Struct, gc=False, frozen=True):
@@ -132,7 +124,7 @@ class Body(msgspec.Struct, gc=False, frozen=True):
 _NO_PARAMS = _Params()
 RESERVED_FIELDS = _Reserved.__struct_fields__
 _NOTHING = (b"null", b"{}")
-_NONE_RESERVED = (_EMPTY,) * len(RESERVED_FIELDS)  # the first of _Members
+_NONE_RESERVED = (EMPTY,) * len(RESERVED_FIELDS)  # the first of _Members
 _decode_members = msgspec.json.Decoder(_Members).decode
 _decode_params = msgspec.json.Decoder(_Params).decode
 _decode_list = msgspec.json.Decoder(list[msgspec.Raw]).decode
@@ -144,80 +136,78 @@ _decode_names = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 def read_body(body: bytes, path: InferencePath = PATHS["/generate"]) -> Body:
     """``path``: where it was sent to.
 
-    Raises BadBody where the body is no JSON object, sets what only the router may set, or needs what an instance keeps.
+    Raises BadMessage: the body is no JSON object, sets what only the router may set, or needs what an instance keeps.
     """
     short, ids_cut = cut_ids(body)
     try:
         members = _decode_members(short)
-        params = [] if members.sampling_params is _EMPTY else _read_params(members.sampling_params)
+        params = [] if members.sampling_params is EMPTY else _read_params(members.sampling_params)
         reserved = msgspec.structs.astuple(members)[: len(RESERVED_FIELDS)]
         if reserved != _NONE_RESERVED:
-            name = next(name for name, raw in zip(RESERVED_FIELDS, reserved, strict=True) if raw is not _EMPTY)
-            raise BadBody("reserved_field", describe_reserved(name))
+            name = next(name for name, raw in zip(RESERVED_FIELDS, reserved, strict=True) if raw is not EMPTY)
+            raise BadMessage("reserved_field", describe_reserved(name))
         for raw in (members.custom_params, *[part.custom_params for part in params]):
-            if raw is not _EMPTY:
+            if raw is not EMPTY:
                 _check_custom_params(raw)
         if path.endpoint is Endpoint.RESPONSES:
             _check_stored(members)
         return _summarize_body(members, params, ids_cut, path)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise BadBody("bad_json", f"the body is not a JSON object: {error}") from None
+        raise BadMessage("bad_json", f"the body is not a JSON object: {error}") from None
     except RecursionError:
-        raise BadBody("bad_json", "the body is nested too deeply") from None
+        raise BadMessage("bad_json", "the body is nested too deeply") from None
 
 
 def _read_params(raw: msgspec.Raw) -> list[_Params]:
     """``sampling_params`` is an object, or a list of them for a batch; anything else is left to the instance."""
-    kind = _first_byte(raw)
+    kind = first_byte(raw)
     if kind == b"{":
         return [_decode_params(raw)]
     if kind == b"[":
-        return [_decode_params(part) for part in _split_list(raw) if _first_byte(part) == b"{"]
+        return [_decode_params(part) for part in _split_list(raw) if first_byte(part) == b"{"]
     return []
 
 
 def _check_custom_params(raw: msgspec.Raw) -> None:
-    if _first_byte(raw) != b"{":
+    if first_byte(raw) != b"{":
         return
     _check_members(raw)
     for name in _decode_names(raw):
         if is_reserved_param(name):
-            raise BadBody("reserved_field", describe_reserved(f"custom_params.{name}"))
+            raise BadMessage("reserved_field", describe_reserved(f"custom_params.{name}"))
 
 
 def _check_stored(members: _Members) -> None:
     """Answers are kept by the instance that gave them, and the next request may go to another one."""
     for name, raw in (("previous_response_id", members.previous_response_id), ("background", members.background)):
-        if raw is not _EMPTY and bytes(raw) not in (b"null", b"false"):
+        if raw is not EMPTY and bytes(raw) not in (b"null", b"false"):
             text = f"{name} needs an answer that one instance keeps, which is not served; send the whole conversation"
-            raise BadBody("stored_response", text, 501)
+            raise BadMessage("stored_response", text, 501)
 
 
 def _summarize_body(members: _Members, params: list[_Params], ids_cut: CutIds | None, path: InferencePath) -> Body:
     named = members.request_id if path.rid_member == "request_id" else members.rid
-    rid, rids = (None, ()) if named is _EMPTY else _read_rids(named)
-    usual = path.pairs or ("input_ids" in path.prompt and members.input_ids is not _EMPTY)
+    rid, rids = (None, ()) if named is EMPTY else _read_rids(named)
+    usual = path.pairs or ("input_ids" in path.prompt and members.input_ids is not EMPTY)
     tokens, exact, prompts = _measure_prompt(members, ids_cut) if usual else _measure_members(members, path)
     first = params[0] if params else _NO_PARAMS
     return Body(
         rid=rid,
         rids=rids,
-        stream=members.stream is not _EMPTY and bytes(members.stream) == b"true",
+        stream=members.stream is not EMPTY and bytes(members.stream) == b"true",
         input_tokens=max(1, tokens),
         exact_tokens=exact,
         prompts=prompts,
-        samples=1
-        if members.n is _EMPTY and first.n is _EMPTY
-        else max(_read_samples(members.n), _read_samples(first.n)),
+        samples=1 if members.n is EMPTY and first.n is EMPTY else max(_read_samples(members.n), _read_samples(first.n)),
         output_tokens=_read_integer(members.max_completion_tokens)
         or _read_integer(members.max_tokens)
         or _read_integer(members.max_output_tokens)
         or _read_integer(first.max_new_tokens),
-        priority=None if members.priority is _EMPTY else _read_priority(members.priority),
-        null_rid=rid is None and not rids and named is not _EMPTY,
-        adapter=None if members.lora_path is _EMPTY else _read_adapter(members.lora_path),
-        continues_session=members.session_params is not _EMPTY and bytes(members.session_params) not in _NOTHING,
-        model="" if members.model is _EMPTY else _read_model(members.model),
+        priority=None if members.priority is EMPTY else _read_priority(members.priority),
+        null_rid=rid is None and not rids and named is not EMPTY,
+        adapter=None if members.lora_path is EMPTY else _read_adapter(members.lora_path),
+        continues_session=members.session_params is not EMPTY and bytes(members.session_params) not in _NOTHING,
+        model="" if members.model is EMPTY else _read_model(members.model),
     )
 
 
@@ -229,30 +219,30 @@ def _read_rids(raw: msgspec.Raw) -> tuple[str | None, tuple[str, ...]]:
         return None, ()
     for rid in given if isinstance(given, list) else [given]:
         if not isinstance(rid, str) or _RID.fullmatch(rid) is None:
-            raise BadBody("bad_rid", f"rid must have 1 to {MAX_RID_CHARS} visible ASCII characters, got {rid!r:.60}")
+            raise BadMessage("bad_rid", f"rid must have 1 to {MAX_RID_CHARS} visible ASCII characters, got {rid!r:.60}")
         # Nor be the beginning of it: an abort of "p" would end every request that the router has named.
         if rid.startswith(RID_PREFIX) or RID_PREFIX.startswith(rid):
-            raise BadBody("reserved_field", f"rid may not start with {RID_PREFIX!r}, nor be its beginning")
+            raise BadMessage("reserved_field", f"rid may not start with {RID_PREFIX!r}, nor be its beginning")
     return (None, tuple(given)) if isinstance(given, list) else (given, ())
 
 
 def _measure_prompt(members: _Members, ids_cut: CutIds | None) -> tuple[int, bool, int]:
     """Tokens, whether that is exact, prompts."""
     for raw in (members.input_ids, members.prompt, members.text):
-        if raw is _EMPTY:
+        if raw is EMPTY:
             continue
-        if _first_byte(raw) != b"[":
+        if first_byte(raw) != b"[":
             return _estimate_tokens(raw), False, 1
-        text = _first_item(raw) == b'"'
-        if text or _first_item(raw) == b"[":
+        text = first_item(raw) == b'"'
+        if text or first_item(raw) == b"[":
             parts = _split_list(raw)
             if not text and any(_is_empty(part) for part in (parts if ids_cut is None else parts[1:])):
                 # It would end the scheduler of an instance without the plugin.
-                raise BadBody("empty_prompt", "a prompt of the batch has no token; allowed: at least one")
+                raise BadMessage("empty_prompt", "a prompt of the batch has no token; allowed: at least one")
             inner = sum(_estimate_tokens(p) if text else _count_items(p) for p in parts)
             cut = ids_cut or CutIds(0, exact=True)
             return cut.tokens + inner, cut.exact and not text, len(parts)
-        if ids_cut is not None and _first_item(raw) == b"]":
+        if ids_cut is not None and first_item(raw) == b"]":
             return ids_cut.tokens, ids_cut.exact, 1
         return _count_items(raw), True, 1
     return _estimate_tokens(members.messages), False, 1
@@ -264,7 +254,7 @@ def _measure_members(members: _Members, path: InferencePath) -> tuple[int, bool,
     if path.each_item:
         (shared, _, _), (rest, _, items) = map(_measure_texts, raws)
         return items * shared + rest, False, items
-    parts = [_measure_texts(raw) for raw in raws if raw is not _EMPTY]
+    parts = [_measure_texts(raw) for raw in raws if raw is not EMPTY]
     exact = len(parts) == 1 and parts[0][1]
     return sum(part[0] for part in parts), exact, max((part[2] for part in parts), default=1)
 
@@ -274,9 +264,9 @@ def _measure_texts(raw: msgspec.Raw, *, inner: bool = False) -> tuple[int, bool,
 
     ``inner``: a list in a list. No path takes more, and each level would be scanned anew.
     """
-    if _first_byte(raw) != b"[":
+    if first_byte(raw) != b"[":
         return _estimate_tokens(raw), False, 1
-    first = _first_item(raw)
+    first = first_item(raw)
     if first.isdigit():
         return _count_items(raw), True, 1
     parts = _split_list(raw)
@@ -291,17 +281,17 @@ def _estimate_tokens(raw: msgspec.Raw) -> int:
 
 
 def _is_empty(raw: msgspec.Raw) -> bool:
-    return _first_byte(raw) == b"[" and _first_item(raw) == b"]"
+    return first_byte(raw) == b"[" and first_item(raw) == b"]"
 
 
 def _count_items(raw: msgspec.Raw) -> int:
     """Counts a list of numbers; anything else in it the instance refuses. What is no list counts as 1."""
-    if _first_byte(raw) != b"[":
+    if first_byte(raw) != b"[":
         return 1
-    return bytes(raw).count(b",") + 1 if _first_item(raw) != b"]" else 0
+    return bytes(raw).count(b",") + 1 if first_item(raw) != b"]" else 0
 
 
-def _first_item(raw: msgspec.Raw) -> bytes:
+def first_item(raw: msgspec.Raw) -> bytes:
     """The first byte of the first item of a list, ``]`` of an empty one."""
     first = _FIRST(memoryview(raw), 1)
     assert first is not None, "a list has an end"
@@ -309,7 +299,7 @@ def _first_item(raw: msgspec.Raw) -> bytes:
 
 
 def _split_list(raw: msgspec.Raw) -> list[msgspec.Raw]:
-    """Raises BadBody for a list of too many items."""
+    """Raises BadMessage for a list of too many items."""
     _check_members(raw)
     return _decode_list(raw)
 
@@ -318,7 +308,7 @@ def _check_members(raw: msgspec.Raw) -> None:
     """Before objects are made of the members of a list or an object; there is one comma between two of them.
 
     Commas in strings do not count, nor those in what its members hold, three levels deep; the search for these takes
-    memory for each string too. Raises BadBody for too many.
+    memory for each string too. Raises BadMessage for too many.
     """
     text = bytes(raw)
     if text.count(b",") < MAX_MEMBERS:
@@ -333,12 +323,12 @@ def _check_members(raw: msgspec.Raw) -> None:
             text = text[:1] + _INNER.sub(b"0", text[1:])
         if text.count(b",") < MAX_MEMBERS:
             return
-    raise BadBody("too_many_members", f"a list or object in the body has more than {MAX_MEMBERS:,} members", 413)
+    raise BadMessage("too_many_members", f"a list or object in the body has more than {MAX_MEMBERS:,} members", 413)
 
 
 def _read_integer(raw: msgspec.Raw) -> int | None:
     """None where there is no whole number; what is wrong with it the instance says."""
-    if raw is _EMPTY:
+    if raw is EMPTY:
         return None
     digits = bytes(raw)
     return int(digits) if digits.isdigit() and len(digits) < 10 else None
@@ -346,14 +336,14 @@ def _read_integer(raw: msgspec.Raw) -> int | None:
 
 def _read_priority(raw: msgspec.Raw) -> int | None:
     """As ``_integer``; it may be below 0."""
-    sign, digits = (-1, msgspec.Raw(bytes(raw)[1:])) if _first_byte(raw) == b"-" else (1, raw)
+    sign, digits = (-1, msgspec.Raw(bytes(raw)[1:])) if first_byte(raw) == b"-" else (1, raw)
     value = _read_integer(digits)
     return None if value is None else sign * value
 
 
 def _read_adapter(raw: msgspec.Raw) -> str | None:
     """None where it names none; what is wrong with it the instance says."""
-    if _first_byte(raw) not in (b'"', b"["):
+    if first_byte(raw) not in (b'"', b"["):
         return None
     _check_members(raw)
     given = _decode_any(raw)
@@ -369,10 +359,10 @@ def _read_model(raw: msgspec.Raw) -> str:
 
 def _read_samples(raw: msgspec.Raw) -> int:
     """At least 1. Read as leniently as instances do ("2" and 2.0 are 2): a pair must not get more than one."""
-    if raw is _EMPTY:
+    if raw is EMPTY:
         return 1
     if len(memoryview(raw)) > MAX_NUMBER_BYTES:
-        raise BadBody("bad_n", f"n has more than {MAX_NUMBER_BYTES} bytes")
+        raise BadMessage("bad_n", f"n has more than {MAX_NUMBER_BYTES} bytes")
     value = _decode_any(raw)
     if not isinstance(value, int | float | str):
         return 1
@@ -382,7 +372,7 @@ def _read_samples(raw: msgspec.Raw) -> int:
         return 1
 
 
-def _first_byte(raw: msgspec.Raw) -> bytes:
+def first_byte(raw: msgspec.Raw) -> bytes:
     return bytes(memoryview(raw)[:1])
 
 
@@ -422,22 +412,19 @@ def cut_ids(body: bytes) -> tuple[bytes, CutIds | None]:
 
 def with_rid(body: bytes, rid: str | list[str], member: str = "rid") -> bytes:
     """``body``, a JSON object that is not empty, with another rid. The last of two members of a name counts."""
-    return body.rstrip(_BLANK)[:-1] + b',"%s":' % member.encode() + msgspec.json.encode(rid) + b"}"
+    return body.rstrip(BLANKS)[:-1] + b',"%s":' % member.encode() + msgspec.json.encode(rid) + b"}"
 
 
 def with_members(body: bytes, members: bytes) -> tuple[bytes, memoryview]:
     """``body`` with ``members`` (no outer commas) in front of its own, as two pieces; the long one is not copied.
 
     Raises:
-        BadBody: ``body`` does not start as a JSON object.
+        BadMessage: ``body`` does not start as a JSON object.
     """
-    start = len(body) - len(body.lstrip(_BLANK)) if body[:1] in _BLANKS else 0
+    start = len(body) - len(body.lstrip(BLANKS)) if body[:1] in BLANKS else 0
     if body[start : start + 1] != b"{":
-        raise BadBody("bad_json", "the body is not a JSON object")
+        raise BadMessage("bad_json", "the body is not a JSON object")
     rest = memoryview(body)[start + 1 :]
     first = _FIRST(body, start + 1)
     empty = first is not None and body[first.end() - 1] == ord("}")
     return (b"{" + members if empty else b"{" + members + b","), rest
-
-
-_BLANKS = (b" ", b"\t", b"\r", b"\n")

@@ -115,6 +115,7 @@ def failing_files() -> Iterator[None]:
 async def relay_main(settings: dict[str, Any]) -> int:
     """Keys: number, address, port, given (``Settings.given``)."""
     from pla_sglang.fleet.router.config import RelayConfig
+    from pla_sglang.fleet.router.relay.context import RelayContext
     from pla_sglang.fleet.router.relay.server import Relay
     from pla_sglang.fleet.router.wire.endpoints import RelayWire
 
@@ -122,7 +123,7 @@ async def relay_main(settings: dict[str, Any]) -> int:
     stop = Stop(watch_stdin=True, pause_s=config.drain_pause_s + LATE_S if config.drain_pause_s else 0.0)
     wire = RelayWire(settings["address"], settings["number"], now_s=time.monotonic)
     with failing_files():
-        relay = Relay(
+        context = RelayContext(
             config,
             number=settings["number"],
             send_to_control=wire.send_message,
@@ -130,6 +131,7 @@ async def relay_main(settings: dict[str, Any]) -> int:
             control_is_silent=wire.is_silent,
             control_lost_s=wire.silent_s,
         )
+        relay = Relay(context)
     wire.start_wire(relay.on_message, relay.on_attached)
     await relay.start_serving(shared=True)
     settle_memory()

@@ -9,7 +9,7 @@ from collections.abc import Hashable, Sequence
 import msgspec
 
 from pla_sglang.fleet.router.relay.counters import Counters
-from pla_sglang.fleet.router.relay.proxied_call import StatusCall
+from pla_sglang.fleet.router.relay.proxied_call import WholeCall
 from pla_sglang.fleet.router.relay.upstream_connection import UpstreamConnection, UpstreamPool
 from pla_sglang.fleet.router.relay.worker_directory import WorkerDirectory
 from pla_sglang.fleet.router.wire.messages import Outcome
@@ -46,12 +46,12 @@ class InstanceAborts:
             return
         self.unanswered += len(rids)
         for rid in rids:
-            call = StatusCall(self._pool, self._loop, self._on_status, timeout_s=ABORT_TIMEOUT_S)
+            call = WholeCall(self._pool, self._loop, self._on_response, timeout_s=ABORT_TIMEOUT_S)
             call.send_request(worker, "POST", "/abort_request", msgspec.json.encode({"rid": rid}), admin=True)
 
-    def _on_status(self, status: int) -> None:
+    def _on_response(self, call: WholeCall) -> None:
         self.unanswered -= 1
-        self._counters.count_event("upstream_aborts_total", status=str(status))
+        self._counters.count_event("upstream_aborts_total", status=str(0 if call.failure else call.status))
 
     async def wait_answered(self, limit_s: float) -> None:
         """Until every abort is answered, at most ``limit_s``."""

@@ -9,7 +9,6 @@ is complete.
 from __future__ import annotations
 
 import asyncio
-import enum
 import functools
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -40,7 +39,7 @@ from pla_sglang.fleet.router.relay.response_errors import (
     transfer_failed,
 )
 from pla_sglang.fleet.router.relay.upstream_connection import UpstreamConnection
-from pla_sglang.fleet.router.wire.messages import Ask, Assign, Cause, FailureKind, Leg, Outcome, Progress
+from pla_sglang.fleet.router.wire.messages import Ask, Assign, Cause, FailureKind, Outcome, Progress
 from pla_sglang.fleet.router.wire.rids import rids_at_instances
 
 SNIFF_BYTES = 16_384  # of a prefill's answer, which holds one token or an error, and of a refusal to go on
@@ -48,19 +47,6 @@ SNIFF_BYTES = 16_384  # of a prefill's answer, which holds one token or an error
 # saying that it is done.
 ROLL_BACK_S = 60.0
 EndOfCancellation = Callable[["Cause | None", "UpstreamLeg | None"], None]  # see ``Attempt.cancel_legs``
-
-
-class PrefillResult(enum.Enum):
-    """What the complete answer of a prefill part says."""
-
-    DONE = enum.auto()
-    FAILED = enum.auto()  # an error of the instance, or an abort
-    TRANSFER_FAILED = enum.auto()
-    REFUSED = enum.auto()  # the request is bad, or would be refused everywhere
-    FULL = enum.auto()  # the instance has no room for it
-
-
-_DONE, _FAILED, _TRANSFER_FAILED, _REFUSED, _FULL = PrefillResult
 
 
 class AttemptOwner(Protocol):
@@ -72,11 +58,12 @@ class AttemptOwner(Protocol):
     def on_unreachable(self, attempt: Attempt, leg: UpstreamLeg, why: str) -> None:
         """A leg cannot get a connection. Nothing was sent to any instance."""
 
-    def on_prefill_end(self, leg: UpstreamLeg, result: PrefillResult, status: int, detail: str) -> None:
+    def on_prefill_end(self, leg: UpstreamLeg, cause: Cause | None, status: int, detail: str) -> None:
         """The prefill's answer is complete. Nothing more is called.
 
-        ``status``: as status or in an error of the stream; below 400 where an error names none. ``detail``: what the
-        error says.
+        ``cause``: None: it is done; REFUSED: the request is bad, or would be refused everywhere; ABORTED: an error of
+        the instance, or an abort. ``status``: as status or in an error of the stream; below 400 where an error names
+        none. ``detail``: what the error says.
         """
 
     def on_first_events(self, leg: UpstreamLeg, events: bytes) -> None:
@@ -97,11 +84,11 @@ class UpstreamLeg:
         plain: as in ``ResponseSink``.
     """
 
-    __slots__ = ("connection", "done", "leg", "owner", "plain", "worker")
+    __slots__ = ("connection", "done", "owner", "plain", "worker")
     owner: AttemptOwner
 
-    def __init__(self, owner: AttemptOwner, leg: Leg, worker: int, *, plain: bool) -> None:
-        self.owner, self.leg, self.worker, self.plain = owner, leg, worker, plain
+    def __init__(self, owner: AttemptOwner, worker: int, *, plain: bool) -> None:
+        self.owner, self.worker, self.plain = owner, worker, plain
         self.connection: UpstreamConnection | None = None
         self.done = False
 
@@ -155,8 +142,8 @@ class ResponseLeg(UpstreamLeg):
 
     __slots__ = ("_response",)
 
-    def __init__(self, owner: AttemptOwner, leg: Leg, worker: int, response: ForwardedResponse, *, plain: bool) -> None:
-        super().__init__(owner, leg, worker, plain=plain)
+    def __init__(self, owner: AttemptOwner, worker: int, response: ForwardedResponse, *, plain: bool) -> None:
+        super().__init__(owner, worker, plain=plain)
         self._response = response
 
     def on_head(self, head: ResponseHead) -> None:
@@ -176,7 +163,7 @@ class ResumingLeg(ResponseLeg):
     __slots__ = ("_beginning", "_has_begun", "_status")
 
     def __init__(self, owner: AttemptOwner, worker: int, response: ForwardedResponse) -> None:
-        super().__init__(owner, Leg.WHOLE, worker, response, plain=True)
+        super().__init__(owner, worker, response, plain=True)
         self._status, self._beginning, self._has_begun = 0, b"", False
 
     def on_head(self, head: ResponseHead) -> None:
@@ -226,7 +213,7 @@ class PrefillLeg(UpstreamLeg):
     __slots__ = ("_beginning", "_status")
 
     def __init__(self, owner: AttemptOwner, worker: int) -> None:
-        super().__init__(owner, Leg.PREFILL, worker, plain=True)
+        super().__init__(owner, worker, plain=True)
         self._status, self._beginning = 0, b""
 
     def on_head(self, head: ResponseHead) -> None:
@@ -239,25 +226,25 @@ class PrefillLeg(UpstreamLeg):
     def on_done(self) -> None:
         self.done, self.connection = True, None
         beginning, self._beginning = self._beginning, b""
-        result, status, detail = _DONE, self._status, ""
+        cause, status, detail = None, self._status, ""
         if status >= 400 or b'"abort"' in beginning or b'"error"' in beginning:  # as ABORTED and ERROR want it
-            result, status = self._judge_result(beginning)
+            cause, status = self._judge_end(beginning)
             detail = error_message(beginning)
-        self.owner.on_prefill_end(self, result, status, detail)
+        self.owner.on_prefill_end(self, cause, status, detail)
 
-    def _judge_result(self, beginning: bytes) -> tuple[PrefillResult, int]:
+    def _judge_end(self, beginning: bytes) -> tuple[Cause | None, int]:
         code = error_code(self._status, beginning)
         status = self._status if code is None else code
         if transfer_failed(self._status, beginning):
-            return _TRANSFER_FAILED, status
+            return Cause.TRANSFER_FAILED, status
         refusal = load_refusal(code, beginning)
         if refusal is not None:
-            return (_FULL if refusal is LoadRefusal.FULL else _REFUSED), status
+            return (Cause.FULL if refusal is LoadRefusal.FULL else Cause.REFUSED), status
         if status >= 500 or (code is None and ABORTED.search(beginning)):
-            return _FAILED, status
+            return Cause.ABORTED, status
         if code is not None or ERROR.search(beginning):
-            return _REFUSED, status
-        return _DONE, status
+            return Cause.REFUSED, status
+        return None, status
 
 
 class Attempt:
@@ -348,7 +335,7 @@ class Attempt:
         self.is_sent = True
         ask, body, request = self._ask, kept.body, kept.head
         assert request is not None
-        members = members_of_attempt(ask, self.assign, body, header_priority=ask.priority)
+        members = members_of_attempt(ask, self.assign, body)
         raw = body_of_attempt(kept.raw, ask, body, attempt=self.assign.attempt)
         if tags is not None:
             tagged, raw = tags.put_into(raw)

@@ -17,7 +17,6 @@ import socket
 from collections.abc import Callable
 from typing import NamedTuple, Protocol, cast
 
-from pla_sglang.fleet.router.http import responses
 from pla_sglang.fleet.router.http.framing import Chunked, Framing, Sized
 from pla_sglang.fleet.router.http.head import CRLF2, BadMessage, RequestHead, parse_request
 from pla_sglang.fleet.router.relay.context import RelayContext
@@ -43,7 +42,8 @@ _BLANK_LINES = re.compile(rb"(?:\r\n)+").match  # allowed in front of a request 
 
 
 class AcceptedRequest(NamedTuple):
-    """A request whose head was found good. ``serve`` gets it with its body, at most ``max_body_bytes`` long."""
+    """A request whose head was found good. ``serve`` gets it with its body, at most ``max_body_bytes`` long, and raises
+    BadMessage where that is refused."""
 
     max_body_bytes: int
     serve: Callable[[ResponseWriter, RequestHead, bytes], None]
@@ -210,7 +210,10 @@ class ClientConnection(asyncio.Protocol):
         assert accepted is not None
         if rest:
             self._keep_ahead(rest)
-        accepted.serve(self._writer, head, body)
+        try:
+            accepted.serve(self._writer, head, body)
+        except BadMessage as error:  # its body was read, so the connection stays
+            self._send_refusal(error)
 
     def _drop_parts(self) -> None:
         if self._received_bytes:
@@ -227,22 +230,19 @@ class ClientConnection(asyncio.Protocol):
             return
         self._phase = _BUSY
         self._keep_ahead(rest[length:])
-        self._count_refusal(error)
-        text = responses.error_body(error.status, error.reason, str(error))
-        self._writer.send_response(error.status, text, headers=error.headers)
+        self._send_refusal(error)
 
     def _turn_away(self, error: BadMessage) -> None:
         """Message boundaries are lost, so the connection closes."""
         self._drop_parts()
-        self._count_refusal(error)
         self._phase = _CLOSED
         self._writer.close_after = True
-        text = responses.error_body(error.status, error.reason, str(error))
-        self._writer.send_response(error.status, text, headers=error.headers)
+        self._send_refusal(error)
         self._close_behind_response(self._writer.close_connection)
 
-    def _count_refusal(self, error: BadMessage) -> None:
+    def _send_refusal(self, error: BadMessage) -> None:
         self._context.counters.count_event("bad_requests_total", reason=error.reason)
+        self._writer.send_error(error.status, error.reason, str(error), headers=error.headers)
 
     def _close_behind_response(self, close: Callable[[], None]) -> None:
         if self._transport is not None and not self._transport.is_closing():

@@ -45,7 +45,7 @@ class RelayContext:
         number: int,
         send_to_control: Callable[[FromRelay], None],
         rng: random.Random,
-        now_s: Callable[[], float],
+        now_s: Callable[[], float] = time.monotonic,
         control_is_silent: Callable[[], bool] = lambda: False,
         control_lost_s: Callable[[], float] = lambda: 0.0,
     ) -> None:

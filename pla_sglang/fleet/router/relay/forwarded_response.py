@@ -147,9 +147,8 @@ class ForwardedResponse:
         # (/v1/responses repeats its metadata and tools, also in streams) or the model's (arguments of a tool).
         echoes = self._ask.endpoint is Endpoint.RESPONSES
         self._names_errors = head.status >= 400 or (self._streams and not echoes)
-        single = self._ask.prompts == 1 and self._ask.samples == 1  # of several answers the others go on
         says = self._names_errors if self._streams else self._ask.endpoint in _SAYS_FINISH
-        self._may_give_up = head.status == 200 and single and says
+        self._may_give_up = head.status == 200 and self._ask.is_single and says  # of several answers the others go on
         if not (self._streams and head.status == 200 and head.chunked):
             self.marked = None
         self._chunks = self.marked is not None and self._client.understands_chunks
@@ -324,8 +323,7 @@ class ForwardedResponse:
         ``append``: from ``can_append_event``, before the connection was dropped.
         """
         if self.first_s is None:
-            body = responses.error_body(status, code, message)
-            self._client.send_response(status, body, headers=(*headers, ("x-request-id", self._ask.rid)))
+            self._client.send_error(status, code, message, headers=(*headers, ("x-request-id", self._ask.rid)))
         elif append:
             self._client.write_bytes(responses.error_event(status, code, message))
             self._client.finish_response(reusable=True)

@@ -12,11 +12,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from pla_sglang.fleet.router.http.json_body import Body, cut_ids
+from pla_sglang.fleet.router.http.json_body import BLANKS, EMPTY, Body, cut_ids, first_byte, first_item
 from pla_sglang.fleet.router.wire.messages import Ask, Endpoint
 
-_EMPTY = msgspec.Raw(b"")
-_BLANKS = b" \t\r\n"
 _GENERATE = Endpoint.GENERATE
 _ENDPOINTS = frozenset({Endpoint.GENERATE, Endpoint.COMPLETIONS, Endpoint.CHAT})
 _OFF = (b"", b"null", b"false", b"0", b"[]", b"{}")
@@ -43,18 +41,20 @@ class Unmovable(enum.Enum):
 
 
 class Tags(NamedTuple):
-    """The router's members for one body.
+    """The router's members for the body of a request that can go on at another instance.
 
     Attributes:
         member: what holds them: ``sampling_params`` or ``custom_params``.
         value: of that member, as the client wrote it; empty without it.
         inner: ``custom_params`` within it, of /generate.
+        wants_usage: as in ``MarkedStreamReader``.
         members: the tags themselves, without outer commas.
     """
 
     member: bytes
     value: bytes
     inner: bytes
+    wants_usage: bool
     members: bytes = b'"pla_movable":1'
 
     def put_into(self, raw: bytes) -> tuple[bytes, bytes]:
@@ -83,38 +83,31 @@ class Tags(NamedTuple):
         return self._replace(members=msgspec.json.encode(told)[1:-1])
 
 
-class Movable(NamedTuple):
-    """What must be known of a request that can go on at another instance. ``wants_usage``: as in ``MarkedStream``."""
-
-    tags: Tags
-    wants_usage: bool
-
-
 class _MoveParams(msgspec.Struct, gc=False):
-    custom_params: msgspec.Raw = _EMPTY
+    custom_params: msgspec.Raw = EMPTY
 
 
 class _Usage(msgspec.Struct, gc=False):
-    include_usage: msgspec.Raw = _EMPTY
+    include_usage: msgspec.Raw = EMPTY
 
 
 class _MoveMembers(msgspec.Struct, gc=False):
-    text: msgspec.Raw = _EMPTY
-    input_ids: msgspec.Raw = _EMPTY
-    input_embeds: msgspec.Raw = _EMPTY
-    prompt: msgspec.Raw = _EMPTY
-    messages: msgspec.Raw = _EMPTY
-    rid: msgspec.Raw = _EMPTY
-    sampling_params: msgspec.Raw = _EMPTY
-    custom_params: msgspec.Raw = _EMPTY
-    stream_options: msgspec.Raw = _EMPTY
-    image_data: msgspec.Raw = _EMPTY
-    video_data: msgspec.Raw = _EMPTY
-    audio_data: msgspec.Raw = _EMPTY
-    session_params: msgspec.Raw = _EMPTY
-    return_logprob: msgspec.Raw = _EMPTY
-    logprobs: msgspec.Raw = _EMPTY
-    return_hidden_states: msgspec.Raw = _EMPTY
+    text: msgspec.Raw = EMPTY
+    input_ids: msgspec.Raw = EMPTY
+    input_embeds: msgspec.Raw = EMPTY
+    prompt: msgspec.Raw = EMPTY
+    messages: msgspec.Raw = EMPTY
+    rid: msgspec.Raw = EMPTY
+    sampling_params: msgspec.Raw = EMPTY
+    custom_params: msgspec.Raw = EMPTY
+    stream_options: msgspec.Raw = EMPTY
+    image_data: msgspec.Raw = EMPTY
+    video_data: msgspec.Raw = EMPTY
+    audio_data: msgspec.Raw = EMPTY
+    session_params: msgspec.Raw = EMPTY
+    return_logprob: msgspec.Raw = EMPTY
+    logprobs: msgspec.Raw = EMPTY
+    return_hidden_states: msgspec.Raw = EMPTY
 
 
 _decode_members = msgspec.json.Decoder(_MoveMembers).decode
@@ -122,7 +115,7 @@ _decode_params = msgspec.json.Decoder(_MoveParams).decode
 _decode_usage = msgspec.json.Decoder(_Usage).decode
 
 
-def judge_request(ask: Ask, body: Body, raw: bytes) -> Movable | Unmovable:
+def judge_request(ask: Ask, body: Body, raw: bytes) -> Tags | Unmovable:
     """``raw``: the request's body, which ``body`` was read from."""
     if ask.endpoint not in _ENDPOINTS:
         return Unmovable.ENDPOINT
@@ -151,7 +144,7 @@ def judge_request(ask: Ask, body: Body, raw: bytes) -> Movable | Unmovable:
         return Unmovable.BODY
     options = bytes(members.stream_options)
     wants_usage = options[:1] == b"{" and bytes(_decode_usage(options).include_usage) == b"true"
-    return Movable(Tags(b"sampling_params" if generate else b"custom_params", value, inner), wants_usage)
+    return Tags(b"sampling_params" if generate else b"custom_params", value, inner, wants_usage)
 
 
 def _refused_members(members: _MoveMembers) -> Sequence[tuple[Unmovable, Sequence[msgspec.Raw]]]:
@@ -169,23 +162,17 @@ def _is_batch(endpoint: Endpoint, members: _MoveMembers) -> bool:
     if endpoint is Endpoint.CHAT:
         return False
     for raw in (members.text, members.input_ids, members.prompt, members.rid):
-        first = bytes(memoryview(raw)[:1])
-        if first == b"[" and (raw is members.rid or _holds_lists(bytes(raw))):
+        if first_byte(raw) == b"[" and (raw is members.rid or first_item(raw) in (b'"', b"[")):
             return True
     return False
-
-
-def _holds_lists(raw: bytes) -> bool:
-    """True if the first item of a list is a text or a list, not a number."""
-    return raw[1:].lstrip(b" \t\r\n")[:1] in (b'"', b"[")
 
 
 def _extend_object(value: bytes, members: bytes) -> bytes:
     """The JSON object ``value`` with ``members`` behind its own; of null, or nothing, one with these alone. One copy: a
     body may be long."""
-    value = value.strip(_BLANKS)
+    value = value.strip(BLANKS)
     end = len(value) - 1
-    while end > 0 and value[end - 1] in _BLANKS:
+    while end > 0 and value[end - 1] in BLANKS:
         end -= 1
     if value[:1] != b"{" or end == 1:
         return b"{" + members + b"}"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from typing import Any
 
 from pla_sglang.fleet.router.http.head import RequestHead
 from pla_sglang.fleet.router.http.json_body import Body
@@ -13,6 +15,11 @@ from pla_sglang.fleet.router.relay.request_body import RequestBody
 from pla_sglang.fleet.router.relay.response_writer import ResponseWriter
 from pla_sglang.fleet.router.wire.messages import Abort, Ask, Assign, Completed, OpenRequest, Outcome, Refuse
 
+_HANDLERS: dict[type[Any], Callable[[Request, Any], None]] = {
+    Assign: Request.on_assign,
+    Refuse: Request.on_refuse,
+    Abort: Request.on_abort,
+}
 ENDED_COUNTERS = {outcome: f'requests_total{{outcome="{outcome.name.lower()}"}}' for outcome in Outcome}
 
 
@@ -53,20 +60,11 @@ class OpenRequests:
 
     # -- messages of the control plane -------------------------------------------------------------------------------
 
-    def on_assign(self, assign: Assign) -> None:
-        request = self._by_rid.get(assign.rid)
+    def on_message(self, message: Assign | Refuse | Abort) -> None:
+        """The request may have ended."""
+        request = self._by_rid.get(message.rid)
         if request is not None:
-            request.on_assign(assign)
-
-    def on_refuse(self, refuse: Refuse) -> None:
-        request = self._by_rid.get(refuse.rid)
-        if request is not None:
-            request.on_refuse(refuse)
-
-    def on_abort(self, abort: Abort) -> None:
-        request = self._by_rid.get(abort.rid)
-        if request is not None:
-            request.on_abort(abort)
+            _HANDLERS[type(message)](request, message)
 
     def describe_open(self) -> tuple[tuple[OpenRequest, ...], tuple[str, ...]]:
         """For a control plane that has just started: those that are dispatched, and the ids of all others."""

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from pla_sglang.fleet.router.http import responses
 from pla_sglang.fleet.router.http.head import RequestHead, ResponseHead
 from pla_sglang.fleet.router.relay.context import RelayContext
 from pla_sglang.fleet.router.relay.proxied_call import ProxiedCall
 from pla_sglang.fleet.router.relay.request_translation import head_for_worker, passed_on_lines
-from pla_sglang.fleet.router.relay.response_writer import ClientWork, ResponseWriter
+from pla_sglang.fleet.router.relay.response_writer import ResponseWriter
 from pla_sglang.fleet.router.wire.messages import FailureKind, WorkerEntry
 
 
-class PassThrough(ProxiedCall, ClientWork):
+class PassThrough(ProxiedCall):
     """One request of a client, until the instance has answered."""
 
     def __init__(self, context: RelayContext, client: ResponseWriter, head: RequestHead) -> None:
@@ -27,7 +26,7 @@ class PassThrough(ProxiedCall, ClientWork):
         self._waiting_bytes = len(body)
         keep_key = not self._context.config.checks_keys and not worker.api_key
         lines = passed_on_lines(self._request, keep_key=keep_key)
-        self._send_to(worker, "POST", head_for_worker(worker, self._request, len(body), lines, method="POST"), body)
+        self.send_to(worker, "POST", head_for_worker(worker, self._request, len(body), lines, method="POST"), body)
 
     def on_head(self, head: ResponseHead) -> None:
         self._head = head
@@ -51,17 +50,12 @@ class PassThrough(ProxiedCall, ClientWork):
         if self._begun:
             self._client.cut_connection()
         else:
-            body = responses.error_body(502, "upstream_lost", f"the instance did not answer: {detail}")
-            self._client.send_response(502, body)
+            self._client.send_error(502, "upstream_lost", f"the instance did not answer: {detail}")
 
     def _finish_call(self) -> None:
         super()._finish_call()
         self._context.incoming.free_bytes(self._waiting_bytes)
         self._waiting_bytes = 0
-
-    def on_disconnect(self, detail: str) -> None:
-        self._drop_connection()
-        self._finish_call()
 
     def set_paused(self, paused: bool) -> None:
         if self._connection is not None:

@@ -1,4 +1,5 @@
-"""Requests to one instance that need no dispatch: those of the router itself here, clients' in ``pass_through``."""
+"""Requests to one instance that need no dispatch: those whose answer is wanted whole, the router's own and clients'
+questions. What is passed through to a client is in ``pass_through``."""
 
 from __future__ import annotations
 
@@ -7,13 +8,14 @@ from collections.abc import Callable
 
 from pla_sglang.fleet.router.http.head import ResponseHead
 from pla_sglang.fleet.router.relay.request_translation import host_header
+from pla_sglang.fleet.router.relay.response_writer import ClientWork
 from pla_sglang.fleet.router.relay.upstream_connection import UpstreamConnection, UpstreamPool
 from pla_sglang.fleet.router.wire.messages import FailureKind, WorkerEntry
 
-UNREACHABLE = 0  # status of a call that got no answer
+RESPONSE_BYTES = 4 << 20  # of an answer that is wanted whole; those of SGLang have some 30 KB
 
 
-class ProxiedCall:
+class ProxiedCall(ClientWork):
     """One request to one instance, with a time limit. A subclass is the ``ResponseSink`` of its answer.
 
     ``on_lost`` is called for every kind of failure, at most once, and never after ``_finish_call``.
@@ -30,7 +32,7 @@ class ProxiedCall:
     def on_lost(self, kind: FailureKind, detail: str) -> None:
         raise NotImplementedError
 
-    def _send_to(self, worker: WorkerEntry, method: str, head: bytes, body: bytes) -> None:
+    def send_to(self, worker: WorkerEntry, method: str, head: bytes, body: bytes) -> None:
         def on_connection(connection: UpstreamConnection | None, why: str) -> None:
             if self._finished:
                 if connection is not None:
@@ -56,42 +58,64 @@ class ProxiedCall:
         if connection is not None:
             connection.drop_connection()
 
+    def on_disconnect(self, detail: str) -> None:
+        """Nobody wants the answer any more."""
+        self._drop_connection()
+        self._finish_call()
 
-class StatusCall(ProxiedCall):
-    """A request of the router itself; ``on_status`` gets the status (UNREACHABLE without an answer), once."""
+
+class WholeCall(ProxiedCall):
+    """A request whose answer is wanted whole; ``on_end`` is called once, with this call.
+
+    Attributes:
+        status: 0: there was no answer.
+        body: longer than ``RESPONSE_BYTES``: the beginning of one that is too long.
+        failure: why there was no answer, or not all of it; None: there was.
+        detail: for people, of either.
+    """
 
     def __init__(
         self,
         pool: UpstreamPool,
         loop: asyncio.AbstractEventLoop,
-        on_status: Callable[[int], None],
+        on_end: Callable[[WholeCall], None],
         *,
         timeout_s: float,
     ) -> None:
         super().__init__(pool, loop, timeout_s=timeout_s)
-        self._on_status = on_status
-        self._status = UNREACHABLE
+        self._on_end = on_end
+        self.status, self.body = 0, b""
+        self.failure: FailureKind | None = None
+        self.detail = ""
+
+    @property
+    def is_too_long(self) -> bool:
+        return len(self.body) > RESPONSE_BYTES
 
     def send_request(self, worker: WorkerEntry, method: str, path: str, body: bytes = b"", *, admin: bool) -> None:
-        """``admin``: the path needs the instance's admin key, where it has one."""
+        """A request of the router itself. ``admin``: the path needs the instance's admin key, where it has one."""
         token = (admin and worker.admin_key) or worker.api_key
         key = f"authorization: Bearer {token}\r\n" if token else ""
         head = (
             f"{method} {path} HTTP/1.1\r\nhost: {host_header(worker.host, worker.port).decode()}\r\n{key}"
             f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
         )
-        self._send_to(worker, method, head.encode(), body)
+        self.send_to(worker, method, head.encode(), body)
 
     def on_head(self, head: ResponseHead) -> None:
-        self._status = head.status
+        self.status = head.status
 
     def on_body(self, data: bytes) -> None:
-        """Only the status counts."""
+        self.body += data
+        if self.is_too_long:
+            self.detail = f"more than {RESPONSE_BYTES} bytes"
+            self._drop_connection()
+            self.on_done()
 
     def on_done(self) -> None:
         self._finish_call()
-        self._on_status(self._status)
+        self._on_end(self)
 
     def on_lost(self, kind: FailureKind, detail: str) -> None:
-        self._finish_call()
-        self._on_status(UNREACHABLE)
+        self.failure, self.detail = kind, detail
+        self.on_done()

@@ -31,7 +31,6 @@ from pla_sglang.fleet.router.http import responses
 from pla_sglang.fleet.router.relay.attempt import (
     Attempt,
     PrefillLeg,
-    PrefillResult,
     ResponseLeg,
     ResumingLeg,
     UpstreamLeg,
@@ -39,7 +38,7 @@ from pla_sglang.fleet.router.relay.attempt import (
 from pla_sglang.fleet.router.relay.context import RelayContext
 from pla_sglang.fleet.router.relay.forwarded_response import ForwardedResponse
 from pla_sglang.fleet.router.relay.marked_stream import MarkedStreamReader
-from pla_sglang.fleet.router.relay.movability import Movable, Tags, Unmovable, judge_request
+from pla_sglang.fleet.router.relay.movability import Tags, Unmovable, judge_request
 from pla_sglang.fleet.router.relay.request_body import RequestBody
 from pla_sglang.fleet.router.relay.response_errors import LoadRefusal, error_message, transfer_failed
 from pla_sglang.fleet.router.relay.response_writer import ClientWork, ResponseWriter
@@ -58,10 +57,6 @@ DETAIL_CHARS = 300  # of what an instance says
 
 _NOT_SENT, _TRANSFER_FAILED, _FULL, _LOST, _BROKEN, _ABORTED, _REFUSED, _RESUMED, _SILENT = m.Cause
 _SENT, _PREFILL_DONE, _FIRST_TOKEN = m.Milestone
-_WHOLE, _PREFILL, _DECODE = m.Leg
-
-
-_PREFILLED, _, _NO_TRANSFER, _BAD, _NO_ROOM = PrefillResult
 
 
 class RequestState(enum.IntEnum):
@@ -135,7 +130,7 @@ class Request(ClientWork):
         self._candidate: Attempt | None = None
         self.last_attempt = 0
         self._over_times: dict[m.Cause, int] = {}  # attempts that are over, but for candidates
-        self._movable: Movable | Unmovable | None = None  # None: not judged yet
+        self._movable: Tags | Unmovable | None = None  # None: not judged yet
         self._first_rid = ""  # under which the instance knew it whose stream has begun
         self._paused = False  # the client's buffers are full
         self._refusal: tuple[int, str] | None = None  # status and text, where prefill found the request bad
@@ -188,11 +183,9 @@ class Request(ClientWork):
         if response.last_s is not None:
             self._deadline_s = response.last_s + self._context.config.stall_timeout_s
             legs = (ResumingLeg(self, assign.decode, response),)
-        elif assign.prefill is None:
-            legs = (ResponseLeg(self, _WHOLE, assign.decode, response, plain=plain),)
         else:
-            decode = ResponseLeg(self, _DECODE, assign.decode, response, plain=plain)
-            legs = (decode, PrefillLeg(self, assign.prefill))
+            first = ResponseLeg(self, assign.decode, response, plain=plain)
+            legs = (first,) if assign.prefill is None else (first, PrefillLeg(self, assign.prefill))
         self.attempt = Attempt(self._context, self, self.ask, assign, legs)
         if not self.attempt.connect_legs():
             text = "the control plane named an instance that is not known"
@@ -291,19 +284,19 @@ class Request(ClientWork):
 
     # -- an attempt that is over before the answer is ----------------------------------------------------------------
 
-    def on_prefill_end(self, leg: UpstreamLeg, result: PrefillResult, status: int, detail: str) -> None:
+    def on_prefill_end(self, leg: UpstreamLeg, cause: m.Cause | None, status: int, detail: str) -> None:
         assert self.attempt is not None
         waits = self.state is WAITING  # else decode has the KV already, and answers
-        if result is _PREFILLED:
+        if cause is None:
             self._report_progress(self.attempt, _PREFILL_DONE)
-        elif result is _BAD:
+        elif cause is _REFUSED:
             if waits:
                 self._refusal = (max(status, 400), detail)
                 self._deadline_s = self._context.now_s() + REFUSAL_GRACE_S
-        elif result is _NO_TRANSFER:  # it may be decode's fault
+        elif cause is _TRANSFER_FAILED:  # it may be decode's fault
             if waits:
                 self._roll_back(_TRANSFER_FAILED, leg, detail)
-        elif result is _NO_ROOM:
+        elif cause is _FULL:
             if waits:
                 self.response.keep_refusal(status, f"the prefill instance has refused the request: {detail}")
                 self._leave_full(leg, detail)
@@ -325,7 +318,7 @@ class Request(ClientWork):
     def on_leg_lost(self, leg: UpstreamLeg, kind: m.FailureKind, detail: str) -> None:
         self._report_failure(leg, kind, detail)
         cause = _BROKEN if kind is m.FailureKind.BROKEN else _LOST
-        if leg.leg is _PREFILL:
+        if isinstance(leg, PrefillLeg):
             if self.state is not WAITING:
                 return  # decode has the KV already, and answers
             if cause is _LOST:
@@ -372,7 +365,7 @@ class Request(ClientWork):
             self._over_times,
             self._context.config,
             shown=shown,
-            single=ask.prompts == 1 and ask.samples == 1,
+            single=ask.is_single,
             movable=self._is_movable(shown=shown),
         )
 
@@ -503,9 +496,9 @@ class Request(ClientWork):
             self._movable = judge_request(self.ask, self._kept.body, self._kept.raw)
             if isinstance(self._movable, Unmovable):
                 self._set_unmovable(self._movable)
-        if isinstance(self._movable, Movable) and not self._kept.try_keep():
+        if isinstance(self._movable, Tags) and not self._kept.try_keep():
             self._set_unmovable(Unmovable.KEPT_BYTES)
-        return isinstance(self._movable, Movable)
+        return isinstance(self._movable, Tags)
 
     def _set_unmovable(self, reason: Unmovable) -> None:
         self._movable = reason
@@ -513,7 +506,7 @@ class Request(ClientWork):
 
     def _is_movable(self, *, shown: bool) -> bool:
         """``shown``: the client has got something of the answer, which must say its token ids then."""
-        if not isinstance(self._movable, Movable):
+        if not isinstance(self._movable, Tags):
             return False
         return not shown or (self.response.marked is not None and self.response.marked.can_go_on)
 
@@ -521,7 +514,7 @@ class Request(ClientWork):
         """Its first event may come from this attempt. Returns the tags that mark the stream; None: it is none, or its
         instances cannot."""
         movable = self._movable
-        if not isinstance(movable, Movable) or not self.ask.stream:
+        if not isinstance(movable, Tags) or not self.ask.stream:
             return None
         workers = [self._context.workers.find_worker(leg.worker) for leg in attempt.legs]
         if not all(worker is not None and worker.hops for worker in workers):
@@ -529,12 +522,12 @@ class Request(ClientWork):
             return None
         self.response.marked = MarkedStreamReader(self._context.kept, wants_usage=movable.wants_usage)
         self._first_rid = rid_at_instance(self.ask.rid, attempt.assign.attempt)
-        return movable.tags
+        return movable
 
     def _tags_of_rest(self) -> Tags:
         movable, marked = self._movable, self.response.marked
-        assert isinstance(movable, Movable) and marked is not None
-        return movable.tags.for_rest(marked.ids, seen=marked.seen, prompt=marked.prompt, answer_id=self._first_rid)
+        assert isinstance(movable, Tags) and marked is not None
+        return movable.for_rest(marked.ids, seen=marked.seen, prompt=marked.prompt, answer_id=self._first_rid)
 
     # -- reports to the control plane --------------------------------------------------------------------------------
 

@@ -187,13 +187,13 @@ def build_ask(  # the arguments are what a relay knows, each from another place
     )
 
 
-def members_of_attempt(ask: Ask, assign: Assign, body: Body, *, header_priority: int | None) -> bytes:
+def members_of_attempt(ask: Ask, assign: Assign, body: Body) -> bytes:
     """The JSON members that go in front of the client's own, without outer commas.
 
     A batch gets its rid as one string too: SGLang names the prompts ``rid_0``, ``rid_1`` and so on.
     """
     parts = []
-    rid_member = BY_ENDPOINT[ask.endpoint][1].rid_member
+    rid_member = BY_ENDPOINT[ask.endpoint].rid_member
     if rid_member and body.rid is None and not body.rids and not body.null_rid:
         # One of ours: nothing in it needs escaping.
         parts.append(f'"{rid_member}":"{rid_at_instance(ask.rid, assign.attempt)}"')
@@ -202,15 +202,15 @@ def members_of_attempt(ask: Ask, assign: Assign, body: Body, *, header_priority:
             f'"bootstrap_host":"{assign.bootstrap_host}","bootstrap_port":{assign.bootstrap_port}'
             f',"bootstrap_room":{assign.bootstrap_room}'
         )
-    if header_priority is not None and body.priority is None:
-        parts.append(f'"priority":{header_priority}')
+    if ask.priority is not None and body.priority is None:  # it came in a header
+        parts.append(f'"priority":{ask.priority}')
     return ",".join(parts).encode()
 
 
 def body_of_attempt(raw: bytes, ask: Ask, body: Body, *, attempt: int) -> bytes:
     """The client's body, with another rid in place of its own behind the first attempt, or where its own is null: of
     two members of a name the last one counts, so that of ``members_of_attempt`` would not."""
-    member = BY_ENDPOINT[ask.endpoint][1].rid_member or "rid"
+    member = BY_ENDPOINT[ask.endpoint].rid_member or "rid"
     if body.null_rid:
         return with_rid(raw, rid_at_instance(ask.rid, attempt), member)
     if attempt == 1 or (body.rid is None and not body.rids):

@@ -136,6 +136,6 @@ def tokens_of_response(ask: Ask, *, streams: bool) -> ResponseTokens:
     """For the answer to ``ask``."""
     if not streams:
         return WholeResponse()
-    if ask.prompts * ask.samples == 1:
+    if ask.is_single:
         return StreamTail()
     return StreamOfSeveral() if ask.endpoint is Endpoint.GENERATE else StreamTail(_TOTAL)

@@ -133,6 +133,10 @@ class ResponseWriter:
         self.write_bytes(whole[: -len(body)] if body and self._bodiless else whole)
         self.finish_response(reusable=True)
 
+    def send_error(self, status: int, code: str, message: str, *, headers: tuple[tuple[str, str], ...] = ()) -> None:
+        """As ``send_response``, in the form of the OpenAI API."""
+        self.send_response(status, responses.error_body(status, code, message), headers=headers)
+
     def finish_response(self, *, reusable: bool) -> None:
         """The answer is complete. ``reusable``: its end is marked, so that another may follow."""
         self._work = None

@@ -24,18 +24,17 @@ from urllib.parse import unquote
 import msgspec
 
 from pla_sglang.common.origins import is_foreign_page, is_unsafe_name
-from pla_sglang.fleet.router.http import json_body, responses
 from pla_sglang.fleet.router.http.head import BadMessage, RequestHead
-from pla_sglang.fleet.router.http.instance_facts import FACTS
+from pla_sglang.fleet.router.http.instance_facts import FACTS, answer_about_instance
+from pla_sglang.fleet.router.http.json_body import read_body
 from pla_sglang.fleet.router.keys_file import ClientKeys, has_expired
 from pla_sglang.fleet.router.relay.admin_requests import AdminRequests
 from pla_sglang.fleet.router.relay.client_connection import AcceptedRequest
 from pla_sglang.fleet.router.relay.context import RelayContext
-from pla_sglang.fleet.router.relay.instance_response import InstanceResponse
 from pla_sglang.fleet.router.relay.open_requests import OpenRequests
 from pla_sglang.fleet.router.relay.pass_through import PassThrough
-from pla_sglang.fleet.router.relay.proxied_call import StatusCall
-from pla_sglang.fleet.router.relay.request_translation import RequestHeaders, build_ask
+from pla_sglang.fleet.router.relay.proxied_call import WholeCall
+from pla_sglang.fleet.router.relay.request_translation import RequestHeaders, build_ask, head_for_worker
 from pla_sglang.fleet.router.relay.response_writer import ClientWork, ResponseWriter
 from pla_sglang.fleet.router.wire.inference import PATHS, find_refusal
 from pla_sglang.fleet.router.wire.messages import WorkerEntry
@@ -94,21 +93,11 @@ class Routes:
         if self._context.draining:
             raise BadMessage("draining", "the router is shutting down", 503, headers=RETRY_SOON)
         headers = RequestHeaders(head)
-        return AcceptedRequest(self._context.config.max_body_bytes, functools.partial(self._serve_dispatched, headers))
-
-    def _serve_dispatched(self, headers: RequestHeaders, client: ResponseWriter, head: RequestHead, raw: bytes) -> None:
-        try:
-            self._dispatch_request(headers, client, head, raw)
-        except BadMessage as error:
-            self._refuse_request(client, error)
+        return AcceptedRequest(self._context.config.max_body_bytes, functools.partial(self._dispatch_request, headers))
 
     def _dispatch_request(self, headers: RequestHeaders, client: ResponseWriter, head: RequestHead, raw: bytes) -> None:
-        """Raises BadMessage."""
         context = self._context
-        try:
-            body = json_body.read_body(raw, PATHS[head.path])
-        except json_body.BadBody as error:
-            raise BadMessage(error.code, str(error), error.status) from None
+        body = read_body(raw, PATHS[head.path])
         rid = body.rid if body.rid is not None else context.ids.make_rid()
         for name in (rid, *body.rids):
             if name in self._requests:
@@ -137,12 +126,6 @@ class Routes:
         if not self._context.incoming.try_hold(len(raw)):
             raise BadMessage("buffers_full", "too many requests wait for an instance", 503, headers=RETRY_SOON)
 
-    def _refuse_request(self, client: ResponseWriter, error: BadMessage) -> None:
-        """Its body was read; the connection stays."""
-        self._context.counters.count_event("bad_requests_total", reason=error.reason)
-        text = responses.error_body(error.status, error.reason, str(error))
-        client.send_response(error.status, text, headers=error.headers)
-
     # -- any instance ------------------------------------------------------------------------------------------------
 
     def accept_passed(self, head: RequestHead) -> AcceptedRequest:
@@ -150,14 +133,9 @@ class Routes:
         return AcceptedRequest(self._context.config.max_body_bytes, self._pass_through)
 
     def _pass_through(self, client: ResponseWriter, head: RequestHead, body: bytes) -> None:
-        context = self._context
-        try:
-            worker = self._pick_any()
-            self._hold_body(body)
-        except BadMessage as error:
-            self._refuse_request(client, error)
-            return
-        call = PassThrough(context, client, head)
+        worker = self._pick_any()
+        self._hold_body(body)
+        call = PassThrough(self._context, client, head)
         client.attach_work(call)
         call.send_request(worker, body)
 
@@ -167,14 +145,26 @@ class Routes:
         return AcceptedRequest(SMALL_BODY_BYTES, self._ask_instance)
 
     def _ask_instance(self, client: ResponseWriter, head: RequestHead, body: bytes) -> None:
-        try:
-            worker = self._pick_any()
-        except BadMessage as error:
-            self._refuse_request(client, error)
-            return
-        call = InstanceResponse(self._context, client, head)
+        context, worker = self._context, self._pick_any()
+        on_end = functools.partial(self._answer_question, client, head.path)
+        call = WholeCall(context.pool, context.loop, on_end, timeout_s=context.config.first_byte_timeout_s)
         client.attach_work(call)
-        call.send_request(worker)
+        # Of the client's headers the instance gets the key at most: its answer is to be whole and plain JSON.
+        keeps_key = not context.config.checks_keys and not worker.api_key
+        key = head.get_header(b"authorization") if keeps_key else None
+        line = b"" if key is None else b"authorization: %s\r\n" % key
+        call.send_to(worker, "GET", head_for_worker(worker, head, 0, line, method="GET"), b"")
+
+    def _answer_question(self, client: ResponseWriter, path: str, call: WholeCall) -> None:
+        """With what clients may know."""
+        if call.failure is not None or call.is_too_long:
+            text = f"the instance did not answer: {call.detail}"
+            if call.is_too_long:
+                text = f"the instance's answer has {call.detail}"
+            client.send_error(502, "upstream_lost", text)
+            return
+        status, body = answer_about_instance(path, call.status, call.body)
+        client.send_response(status, body, headers=(("x-request-id", self._context.ids.make_rid()),))
 
     def _pick_any(self) -> WorkerEntry:
         """Raises BadMessage."""
@@ -200,9 +190,9 @@ class Routes:
         if context.draining:
             raise BadMessage("draining", "the router is shutting down", 503, headers=RETRY_SOON)
         if context.control_is_silent():
-            raise BadMessage("no_control", "the control plane does not answer", 503, headers=RETRY_SOON)
+            raise BadMessage(*_NO_CONTROL, 503, headers=RETRY_SOON)
         if not context.workers.serving:
-            raise BadMessage("not_serving", "no instance is ready", 503, headers=RETRY_SOON)
+            raise BadMessage(*_NO_INSTANCE, 503, headers=RETRY_SOON)
 
     def accept_liveness(self, head: RequestHead) -> AcceptedRequest:
         """Answers whether a new process would be better off. That an instance is missing is no reason."""
@@ -221,7 +211,10 @@ class Routes:
 
         def answer_probe(client: ResponseWriter, head: RequestHead, body: bytes) -> None:
             reason = find_reason()
-            client.send_response(200 if reason is None else 503, b"" if reason is None else reason.to_body())
+            if reason is None:
+                client.send_response(200)
+            else:
+                client.send_error(503, *reason)
 
         return AcceptedRequest(SMALL_BODY_BYTES, answer_probe)
 
@@ -229,7 +222,7 @@ class Routes:
         lost_s = self._context.control_lost_s()
         if lost_s <= LOST_CONTROL_S:
             return None
-        return ProbeFailure("no_control", f"the control plane has said nothing for {lost_s:.0f} s")
+        return "no_control", f"the control plane has said nothing for {lost_s:.0f} s"
 
     def _find_unfinished_start(self) -> ProbeFailure | None:
         return None if self._context.workers.known else _NO_TABLE
@@ -253,7 +246,7 @@ class Routes:
         checks = _GenerationChecks(client, len(workers))
         client.attach_work(checks)
         for worker in workers:
-            call = StatusCall(context.pool, context.loop, checks.on_status, timeout_s=HEALTH_TIMEOUT_S)
+            call = WholeCall(context.pool, context.loop, checks.on_response, timeout_s=HEALTH_TIMEOUT_S)
             call.send_request(worker, "GET", "/health_generate", admin=False)
 
     def accept_description(self, head: RequestHead) -> AcceptedRequest:
@@ -283,20 +276,12 @@ class Routes:
         return AcceptedRequest(SMALL_BODY_BYTES, self._admin.ask_control)
 
 
-class ProbeFailure(NamedTuple):
-    """Why a probe is answered with 503."""
-
-    reason: str
-    message: str
-
-    def to_body(self) -> bytes:
-        return responses.error_body(503, self.reason, self.message)
-
-
-_ENDS = ProbeFailure("ending", "the router was told to end")
-_NO_TABLE = ProbeFailure("starting", "the control plane has not connected yet")
-_NO_CONTROL = ProbeFailure("no_control", "the control plane does not answer")
-_NO_INSTANCE = ProbeFailure("not_serving", "no instance is ready")
+# Why a probe is answered with 503: a word, and a text for people.
+ProbeFailure = tuple[str, str]
+_ENDS = "ending", "the router was told to end"
+_NO_TABLE = "starting", "the control plane has not connected yet"
+_NO_CONTROL = "no_control", "the control plane does not answer"
+_NO_INSTANCE = "not_serving", "no instance is ready"
 
 
 class Route(NamedTuple):
@@ -399,14 +384,13 @@ class _GenerationChecks(ClientWork):
         self._left = count
         self._failed = 0
 
-    def on_status(self, status: int) -> None:
+    def on_response(self, call: WholeCall) -> None:
         self._left -= 1
-        self._failed += status != 200
+        self._failed += call.failure is not None or call.status != 200
         if self._left or self._client is None:
             return
         if self._failed:
-            message = f"{self._failed} instance(s) did not generate"
-            self._client.send_response(503, responses.error_body(503, "unhealthy", message))
+            self._client.send_error(503, "unhealthy", f"{self._failed} instance(s) did not generate")
         else:
             self._client.send_response(200)
 

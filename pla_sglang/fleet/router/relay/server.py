@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-import random
 import time
 from collections.abc import Callable
 from typing import Any
 
-from pla_sglang.fleet.router.config import RelayConfig
 from pla_sglang.fleet.router.relay.access_log import AccessLog
 from pla_sglang.fleet.router.relay.admin_requests import AdminRequests
 from pla_sglang.fleet.router.relay.context import RelayContext
@@ -24,38 +22,18 @@ ABORTS_AT_END_S = 1.0  # for aborts to be answered when the relay ends
 
 
 class Relay:
-    """One relay of a router. The arguments are those of ``RelayContext``."""
+    """One relay of a router."""
 
-    def __init__(
-        self,
-        config: RelayConfig,
-        *,
-        number: int,
-        send_to_control: Callable[[m.FromRelay], None],
-        rng: random.Random,
-        now_s: Callable[[], float] = time.monotonic,
-        control_is_silent: Callable[[], bool] = lambda: False,
-        control_lost_s: Callable[[], float] = lambda: 0.0,
-    ) -> None:
-        self.context = context = RelayContext(
-            config,
-            number=number,
-            send_to_control=send_to_control,
-            rng=rng,
-            now_s=now_s,
-            control_is_silent=control_is_silent,
-            control_lost_s=control_lost_s,
-        )
-        self._access_log = AccessLog(config.access_log)
+    def __init__(self, context: RelayContext) -> None:
+        self.context = context
+        self._access_log = AccessLog(context.config.access_log)
         self.requests = OpenRequests(context, self._access_log)
         self._admin = AdminRequests(context)
         self.listener = ClientListener(context, Routes(context, self.requests, self._admin).accept_request)
         self._timer: asyncio.TimerHandle | None = None
         self._report_at_s = 0.0
         self._message_handlers: dict[type[Any], Callable[[Any], None]] = {
-            m.Assign: self.requests.on_assign,
-            m.Refuse: self.requests.on_refuse,
-            m.Abort: self.requests.on_abort,
+            **dict.fromkeys((m.Assign, m.Refuse, m.Abort), self.requests.on_message),
             m.AdminResponse: self._admin.on_answer,
             m.Table: self._on_table,
             m.Heartbeat: lambda heartbeat: None,

@@ -24,6 +24,7 @@ class InferencePath(NamedTuple):
         each_item: the first member of ``prompt`` is read again with each item of the second.
     """
 
+    name: str
     endpoint: Endpoint
     prompt: tuple[str, ...]
     rid_member: str = ""
@@ -34,22 +35,25 @@ class InferencePath(NamedTuple):
 
 
 PATHS: dict[str, InferencePath] = {
-    "/generate": InferencePath(Endpoint.GENERATE, ("input_ids", "text"), "rid", pairs=True, generates=True),
-    "/v1/completions": InferencePath(Endpoint.COMPLETIONS, ("prompt",), "rid", pairs=True, generates=True),
-    "/v1/chat/completions": InferencePath(Endpoint.CHAT, ("messages",), "rid", pairs=True, generates=True),
-    "/invocations": InferencePath(Endpoint.INVOCATIONS, ("messages",), "rid", pairs=True, generates=True),
-    "/v1/responses": InferencePath(Endpoint.RESPONSES, ("instructions", "input"), "request_id", generates=True),
-    "/v1/messages": InferencePath(Endpoint.MESSAGES, ("system", "messages"), generates=True),
-    "/api/chat": InferencePath(Endpoint.OLLAMA_CHAT, ("messages",), generates=True),
-    "/api/generate": InferencePath(Endpoint.OLLAMA_GENERATE, ("system", "prompt"), generates=True),
-    "/v1/embeddings": InferencePath(Endpoint.EMBEDDINGS, ("input",), embeds=True),
-    "/encode": InferencePath(Endpoint.ENCODE, ("input_ids", "text"), embeds=True),
-    "/classify": InferencePath(Endpoint.CLASSIFY, ("input_ids", "text"), embeds=True),
-    "/v1/classify": InferencePath(Endpoint.CLASSIFICATIONS, ("input",), embeds=True),
-    "/v1/score": InferencePath(Endpoint.SCORE, ("query", "items"), each_item=True),
-    "/v1/rerank": InferencePath(Endpoint.RERANK, ("query", "documents"), each_item=True),
+    path.name: path
+    for path in (
+        InferencePath("/generate", Endpoint.GENERATE, ("input_ids", "text"), "rid", pairs=True, generates=True),
+        InferencePath("/v1/completions", Endpoint.COMPLETIONS, ("prompt",), "rid", pairs=True, generates=True),
+        InferencePath("/v1/chat/completions", Endpoint.CHAT, ("messages",), "rid", pairs=True, generates=True),
+        InferencePath("/invocations", Endpoint.INVOCATIONS, ("messages",), "rid", pairs=True, generates=True),
+        InferencePath("/v1/responses", Endpoint.RESPONSES, ("instructions", "input"), "request_id", generates=True),
+        InferencePath("/v1/messages", Endpoint.MESSAGES, ("system", "messages"), generates=True),
+        InferencePath("/api/chat", Endpoint.OLLAMA_CHAT, ("messages",), generates=True),
+        InferencePath("/api/generate", Endpoint.OLLAMA_GENERATE, ("system", "prompt"), generates=True),
+        InferencePath("/v1/embeddings", Endpoint.EMBEDDINGS, ("input",), embeds=True),
+        InferencePath("/encode", Endpoint.ENCODE, ("input_ids", "text"), embeds=True),
+        InferencePath("/classify", Endpoint.CLASSIFY, ("input_ids", "text"), embeds=True),
+        InferencePath("/v1/classify", Endpoint.CLASSIFICATIONS, ("input",), embeds=True),
+        InferencePath("/v1/score", Endpoint.SCORE, ("query", "items"), each_item=True),
+        InferencePath("/v1/rerank", Endpoint.RERANK, ("query", "documents"), each_item=True),
+    )
 }
-BY_ENDPOINT: dict[Endpoint, tuple[str, InferencePath]] = {path.endpoint: (name, path) for name, path in PATHS.items()}
+BY_ENDPOINT: dict[Endpoint, InferencePath] = {path.endpoint: path for path in PATHS.values()}
 # Why other paths of inference are not served; a path that ends with a slash stands for all behind it.
 NOT_SERVED = {
     "/v1/responses/": "an answer is kept by the instance that gave it; ask with the whole conversation instead",

@@ -19,7 +19,7 @@ GOOD = {
     "http://HOST.example.:80/": "http://host.example.:80",
     "http://my_service-1.ns:8000": "http://my_service-1.ns:8000",
     f"http://{LONG}.{LONG}:1": f"http://{LONG}.{LONG}:1",
-    "http://10.0.0.3:30000": "http://10.0.0.3:30000",
+    "http://10.0.0.3:30000/": "http://10.0.0.3:30000",
     "http://[::1]:1": "http://[::1]:1",
     "http://[0:0::1]:1": "http://[::1]:1",
     "http://[::ffff:127.0.0.1]:1": "http://127.0.0.1:1",
@@ -40,6 +40,8 @@ BAD = [
         "http://u@a:80",
         "http://a:80/x",
         "http://a:80?x",
+        "a:80",
+        "http://:8",
     ),
 ]
 

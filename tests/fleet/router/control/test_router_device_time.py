@@ -10,11 +10,11 @@ from random import Random
 from typing import Any
 
 import pytest
+from support.router_scene import FakeRelay, enter_worker, hear_report
 
 from pla_sglang.fleet.router.control.control_plane import ControlPlane
 from pla_sglang.fleet.router.control.gauges import gauges, name_pool
 from pla_sglang.fleet.router.control.knobs import ControlKnobs
-from pla_sglang.fleet.router.control.workers.discovery import Description, parse_url
 from pla_sglang.fleet.router.control.workers.peering import READY
 from pla_sglang.fleet.router.control.workers.table import Worker, WorkerReason, WorkerState
 from pla_sglang.fleet.router.wire import messages as m
@@ -28,14 +28,6 @@ TICK_S, STEPS = 0.05, 500
 SLOW = 4.0  # a power of two, so that no rounding differs
 
 
-class Relay:
-    def __init__(self) -> None:
-        self.told: list[m.FromControl] = []
-
-    def on_message(self, message: m.FromControl) -> None:
-        self.told.append(message)
-
-
 class History:
     """``scale``: wall seconds of one device second. All times here are the device's unless they end in ``wall_s``."""
 
@@ -44,7 +36,7 @@ class History:
         self.scale, self.rng, self.now_s = scale, Random(seed), 0.0
         knobs = ControlKnobs(policy=policy, slo_ttft_s=0.4 * scale, slo_tpot_s=0.05 * scale, settle_s=0.05 * scale)
         self.plane = ControlPlane(knobs, clock=lambda: self.now_s * scale)
-        self.relay = Relay()
+        self.relay = FakeRelay()
         self.plane.attach_relay(0, self.relay)
         self.early = self.ask("early", 700)  # before any instance has said what it is
         self.workers = [self.start(number) for number in range(PREFILLS + DECODES)]
@@ -52,22 +44,14 @@ class History:
         self.seen: list[Any] = []
 
     def start(self, number: int) -> Worker:
-        plane, now_wall_s = self.plane, self.now_s * self.scale
-        worker = plane.table.add(parse_url(f"http://127.0.0.1:{number + 1}"), now_wall_s)
         kind = self.kind or (InstanceKind.PREFILL if number < PREFILLS else InstanceKind.DECODE)
-        said = Description(
-            *(kind, str(number), worker.view.name, 100_000, 1, 1, "m", "t", "v"),
-            bootstrap_port=1,
+        worker = enter_worker(
+            *(self.plane, number, kind, self.now_s * self.scale),
+            instances=PREFILLS + DECODES,
             profile="h100-llama3.1-8b-tp1",
             time_scale=self.scale,
         )
-        if plane.policy.runner is None:
-            plane.policy.make(said, PREFILLS + DECODES)
-            plane.table.split = plane.policy.roles
-            plane.dispatcher.on_policy_made()
-        plane.table.describe(worker, said, now_wall_s)
         worker.peers = dict.fromkeys(range(PREFILLS + DECODES), READY)
-        plane.table.move(worker, WorkerState.READY, WorkerReason.ANSWERS, now_wall_s)
         return worker
 
     def ask(self, rid: str, tokens: int, slo_ms: float | None = None) -> None:
@@ -126,9 +110,7 @@ class History:
             token_interval_s=None if number < PREFILLS else interval_s * self.scale,
             utilisation=rng.uniform(0, 0.6),
         )
-        new = self.plane._monitor.intake.on_report(report, self.now_s * self.scale)
-        assert new is not None
-        self.plane._on_report(new)
+        hear_report(self.plane, report)
 
     def note(self) -> None:
         """Answers since the last time; the requests get their first token and end, some of them much later."""

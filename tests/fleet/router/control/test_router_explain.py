@@ -6,13 +6,12 @@ import time
 from datetime import UTC, datetime
 from typing import Any
 
-import msgspec
 import pytest
 from support.records import make_record
 from support.router_scene import scene
 
 from pla_sglang.fleet.router.control.observability.explain import FIRST_TRANSFER, ExplainStore
-from pla_sglang.fleet.router.control.requests.targets import Target, find_tpot_target, find_ttft_target
+from pla_sglang.fleet.router.control.requests.targets import TPOT_MEMBER, TTFT_MEMBER, Target, find_target
 from pla_sglang.fleet.router.wire import messages as m
 
 CHAT = {"messages": [{"role": "user", "content": "hello"}]}
@@ -75,17 +74,15 @@ async def test_where_a_target_came_from(
 
 def test_a_target_for_the_time_between_tokens_may_be_in_the_body_too() -> None:
     body = b'{"text": "x", "sampling_params": {"custom_params": {"slo_tpot_ms": 40, "slo_ttft_ms": 400}}}'
-    ask = m.Ask("r", 0, m.Endpoint.GENERATE, True, 0.0, 1, input_tokens=1, body=body, tpot_slo_ms=70.0)
-    assert find_tpot_target(ask, 0.1) == Target(0.04, "body")
-    assert find_tpot_target(msgspec.structs.replace(ask, body=None), 0.1) == Target(0.07, "header")
+    assert find_target(body, TPOT_MEMBER, 70.0, 0.1) == Target(0.04, "body")
+    assert find_target(None, TPOT_MEMBER, 70.0, 0.1) == Target(0.07, "header")
 
 
 @pytest.mark.parametrize(
     "body", [None, b"", b'{"slo_ttft_ms"', b'["slo_ttft_ms"]', b'{"custom_params": {"slo_ttft_ms"']
 )
 def test_a_body_that_is_none_asks_for_nothing(body: bytes | None) -> None:
-    ask = m.Ask("r", 0, m.Endpoint.CHAT, True, 0.0, 1, input_tokens=1, body=body)
-    assert find_ttft_target(ask, 1.5) == Target(1.5, "default")
+    assert find_target(body, TTFT_MEMBER, None, 1.5) == Target(1.5, "default")
 
 
 async def test_no_prediction_learns_from_the_set_up_of_a_connection() -> None:

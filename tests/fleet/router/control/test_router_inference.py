@@ -15,7 +15,7 @@ from pla_sglang.fleet.router.wire import messages as m
 from pla_sglang.fleet.router.wire.inference import BY_ENDPOINT
 from pla_sglang.load.prefix_index import PrefixIndex
 
-UNIFIED_ONLY = [endpoint for endpoint, (_, path) in BY_ENDPOINT.items() if not path.pairs]
+UNIFIED_ONLY = [endpoint for endpoint, path in BY_ENDPOINT.items() if not path.pairs]
 SENT, TOKEN = m.Milestone.SENT, m.Milestone.FIRST_TOKEN
 
 

@@ -107,18 +107,13 @@ def grow(one: Scene) -> Refusal | None:
     return one.plane.scaling.scale(ScaleTo(Role.MIXED, 3, REASON, start=1))
 
 
-def planner(one: Scene) -> dict[str, Any]:
-    state: dict[str, Any] = one.admin("GET", "/pla/state")[1]["planner"]
-    return state
-
-
 async def test_a_fleet_grows_by_a_pod_and_shrinks_by_the_one_that_is_empty(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with fleet(tmp_path, monkeypatch) as (one, node):
         assert grow(one) is None
         await one.ready(3)
-        await one.until(lambda: planner(one)["starts"] == {"ready": 1})
+        await one.until(lambda: one.describe_planner()["starts"] == {"ready": 1})
         went = one.assign("r1")
         one.reach("r1", m.Milestone.SENT)
         leaving = one.plane.table.by_number[went.decode]
@@ -142,10 +137,10 @@ async def test_a_scale_that_is_refused_and_a_pod_that_never_gets_ready(
     async with fleet(tmp_path, monkeypatch, start_timeout_s=1.0) as (one, node):
         node.kube.api.fail("PATCH", "/sglang-stateless", 403, "exceeded quota", times=1)
         assert grow(one) is None
-        await one.until(lambda: planner(one)["starts"] == {"failed": 1})
+        await one.until(lambda: one.describe_planner()["starts"] == {"failed": 1})
         node.cluster.starts = False
         assert grow(one) is None
-        await one.until(lambda: planner(one)["starts"] == {"failed": 1, "expired": 1})
+        await one.until(lambda: one.describe_planner()["starts"] == {"failed": 1, "expired": 1})
         await one.until(lambda: len(one.plane.scaling._listed) == 2)
         assert one.assign("r1").decode in (0, 1), "the others serve on"
         async with asyncio.timeout(20.0):

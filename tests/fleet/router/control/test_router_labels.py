@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from support.router_scene import Scene, scene
+from support.router_scene import scene
 
 from pla_sglang.fleet.router.control.policy_setup import RouterEffects
 from pla_sglang.fleet.router.wire import messages as m
@@ -51,13 +51,13 @@ class Flipping:
 
 
 def runner_of(policy: Flipping) -> PairRunner:
-    effects = RouterEffects(policy.view, lambda instance, length_class: None)
+    effects = RouterEffects(policy.view, lambda view: None)
     return PairRunner(PolicySet("flipping", policy, ()), policy.view, effects)  # type: ignore[arg-type]
 
 
 def test_a_label_changes_once_and_late_or_repeated_orders_change_nothing() -> None:
     view = fleet(D, D)
-    effects = RouterEffects(view, lambda instance, length_class: None)
+    effects = RouterEffects(view, lambda view: None)
     one = view.instances[0]
     order = SetRole(one, P, WHY, one.role_epoch)
     assert effects.set_role(order, 1.0) is None
@@ -72,7 +72,7 @@ def test_a_label_changes_once_and_late_or_repeated_orders_change_nothing() -> No
     assert (one.role, one.role_epoch, one.since_s) == (D, 2, 5.0)
     view.check_integrity()
     stock = fleet(P, D, kind=InstanceKind.DECODE)
-    of_stock = RouterEffects(stock, lambda instance, length_class: None)
+    of_stock = RouterEffects(stock, lambda view: None)
     assert of_stock.set_role(SetRole(stock.instances[1], P, WHY), 1.0) is Refusal.UNSUPPORTED
     assert [one.role for one in stock.instances] == [P, D]
 
@@ -113,15 +113,9 @@ def test_a_flip_whose_request_is_placed_stays() -> None:
     assert runner.moved == {"arrow.flip_ttft": 1}
 
 
-async def connected(one: Scene) -> None:
-    ready = one.plane.table.fleet.ready
-    pairs = [(a, b) for a in ready for b in ready if a is not b]
-    await one.until(lambda: all(one.plane._peering.is_connected(a, b) for a, b in pairs))
-
-
 async def test_operators_change_roles_and_requests_under_way_end_where_they_are() -> None:
     async with scene(["stateless", "stateless"], policy="static-pd") as one:
-        await connected(one)
+        await one.connected()
         by_role = {worker.view.role: worker for worker in one.plane.table}
         prefill, decode = by_role[P], by_role[D]
         first = one.assign("r1")
@@ -166,7 +160,7 @@ async def test_operators_change_roles_and_requests_under_way_end_where_they_are(
 async def test_arrow_flips_for_ttft_and_settles_and_the_recording_replays(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl.gz"
     async with scene(STATELESS, policy="arrow", record=path, slo_ttft_s=0.5) as one:
-        await connected(one)
+        await one.connected()
         runner, table = one.plane.policy.runner, one.plane.table
         assert runner is not None
         by_role = {role: [w for w in table if w.view.role is role] for role in (P, D)}
@@ -199,7 +193,7 @@ async def test_knobs_of_the_policy_hold_and_the_recording_replays_with_them(tmp_
     path = tmp_path / "run.jsonl.gz"
     knobs = ("arrow.low_load=1e-9", "arrow.idle_s=3600")
     async with scene(STATELESS, policy="arrow", record=path, slo_ttft_s=0.5, policy_knobs=knobs) as one:
-        await connected(one)
+        await one.connected()
         assert one.admin("GET", "/pla/state")[1]["policy_knobs"] == list(knobs)
         prefills, decodes = ([worker for worker in one.plane.table if worker.view.role is role] for role in (P, D))
         for worker in prefills:

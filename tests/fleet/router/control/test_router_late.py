@@ -30,12 +30,6 @@ LATE: dict[str, Any] = {"policy": "static-pd", "migration": "on", "hops": True, 
 TWO, FOUR = ["stateless"] * 2, ["stateless"] * 4
 
 
-async def connected(one: Scene) -> None:
-    ready = one.plane.table.fleet.ready
-    pairs = [(a, b) for a in ready for b in ready if a is not b]
-    await one.until(lambda: all(one.plane._peering.is_connected(a, b) for a, b in pairs))
-
-
 def by_role(one: Scene, role: Role) -> Worker:
     return next(worker for worker in one.plane.table if worker.view.role is role)
 
@@ -61,7 +55,7 @@ def placed(one: Scene) -> dict[str, int]:
 
 async def test_a_request_is_placed_and_moved_when_its_prefill_is_done() -> None:
     async with scene(TWO, **LATE) as one:
-        await connected(one)
+        await one.connected()
         prefill, decode = by_role(one, Role.PREFILL), by_role(one, Role.DECODE)
         assign = one.assign("r")
         assert (assign.prefill, assign.decode) == (None, prefill.number), "whole, at the instance of its prefill"
@@ -90,7 +84,7 @@ async def test_a_request_is_placed_and_moved_when_its_prefill_is_done() -> None:
 async def test_the_fleet_of_that_time_decides() -> None:
     """An instance that was to decode prefills by then, and the other way round: the request stays."""
     async with scene(TWO, **(LATE | {"policy": "arrow"})) as one:
-        await connected(one)
+        await one.connected()
         prefill, decode = by_role(one, Role.PREFILL), by_role(one, Role.DECODE)
         one.ask("r")
         assert one.admin("POST", f"/workers/{prefill.number}/role", {"role": "mixed"})[0] == 200
@@ -105,7 +99,7 @@ async def test_the_fleet_of_that_time_decides() -> None:
 
 async def test_what_cannot_move_stays_and_the_policy_is_not_asked() -> None:
     async with scene(TWO, **LATE) as one:
-        await connected(one)
+        await one.connected()
         one.ask("no stream of it is marked")
         first_token(one, "no stream of it is marked", movable=False)
         one.ask("one token", output_tokens=1)
@@ -122,7 +116,7 @@ async def test_what_cannot_move_stays_and_the_policy_is_not_asked() -> None:
 @pytest.mark.parametrize(("stream", "prompts"), [(False, 1), (True, 2)])
 async def test_what_is_known_not_to_move_is_placed_at_dispatch(stream: bool, prompts: int) -> None:
     async with scene(TWO, **LATE) as one:
-        await connected(one)
+        await one.connected()
         ask = m.Ask("r", 0, m.Endpoint.GENERATE, stream, time.monotonic(), 10, input_tokens=50, prompts=prompts)
         one.plane.on_message(ask)
         assign = one.relay.last(m.Assign)
@@ -138,7 +132,7 @@ async def test_what_is_known_not_to_move_is_placed_at_dispatch(stream: bool, pro
 
 async def test_several_answers_are_served_whole_and_stay() -> None:
     async with scene(TWO, **LATE) as one:
-        await connected(one)
+        await one.connected()
         assign = one.assign("r", samples=2)
         assert assign.prefill is None
         first_token(one, "r", movable=False)
@@ -150,7 +144,7 @@ async def test_several_answers_are_served_whole_and_stay() -> None:
 async def test_a_move_that_is_refused_leaves_the_request_where_it_is(caplog: pytest.LogCaptureFixture) -> None:
     """Refused at once, by the policy's mistake, and by the instance that is to hold it."""
     async with scene(TWO, **LATE) as one:
-        await connected(one)
+        await one.connected()
         prefill, decode = by_role(one, Role.PREFILL), by_role(one, Role.DECODE)
         for rid in ("refused", "mistake", "late"):
             one.ask(rid)
@@ -182,7 +176,7 @@ async def test_a_move_that_is_refused_leaves_the_request_where_it_is(caplog: pyt
 async def test_an_instance_that_is_full_may_keep_what_it_has() -> None:
     """Others are not sent there, but what it serves decodes there if the policy says so."""
     async with scene(TWO, **(LATE | {"policy": "arrow"})) as one:
-        await connected(one)
+        await one.connected()
         one.ask("r")
         at = by_role(one, Role.PREFILL)
         assert one.admin("POST", f"/workers/{at.number}/role", {"role": "mixed"})[0] == 200
@@ -212,7 +206,7 @@ def test_beside_other_kinds_decodes_are_placed_at_dispatch(modes: list[str], cap
 
 async def test_without_the_flag_decodes_are_placed_at_dispatch() -> None:
     async with scene(TWO, **(LATE | {"place_decode": "dispatch"})) as one:
-        await connected(one)
+        await one.connected()
         assign = one.assign("r")
         assert (assign.prefill, assign.decode) == (
             by_role(one, Role.PREFILL).number,
@@ -284,7 +278,7 @@ def count_unplaced(one: Scene) -> int:
 async def test_each_request_is_placed_once_and_a_replay_places_the_same(policy: str, tmp_path: Path) -> None:
     path, rng = tmp_path / "run.jsonl", Random(3)
     async with scene(FOUR, **(LATE | {"policy": policy, "record": path})) as one:
-        await connected(one)
+        await one.connected()
         crowd = Crowd(one, rng)
         for number in range(80):
             for instance in one.instances:
@@ -316,7 +310,7 @@ async def test_each_request_is_placed_once_and_a_replay_places_the_same(policy: 
 async def test_a_replay_that_places_otherwise_is_found_out(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     async with scene(FOUR, **(LATE | {"record": path})) as one:
-        await connected(one)
+        await one.connected()
         assert one.plane.policy.runner is not None
         decode = by_role(one, Role.DECODE).view
         dispatcher = one.plane.policy.runner.policy.dispatcher

@@ -36,12 +36,6 @@ def answers(one: Scene) -> list[Any]:
     return [one for one in said if isinstance(one, m.Refuse) or one.attempt > 1]
 
 
-def start(one: Scene, rid: str = "r", *milestones: m.Milestone) -> Worker:
-    assign = one.assign(rid)
-    one.reach(rid, *milestones)
-    return one.plane.table.by_number[assign.decode]
-
-
 async def settle(one: Scene, rid: str = "r") -> None:
     one.ended(rid, m.Outcome.UPSTREAM_LOST)
     await one.at_rest()
@@ -67,7 +61,7 @@ async def test_who_may_be_what_an_instance_has_died_of_is_not_sent_to_another(
     name: str, silent_s: float, sent_ago_s: float, tokens: int, cause: m.Cause, goes_on: bool
 ) -> None:
     async with scene(THREE, **ON, health=BRIEF) as one:
-        worker = start(one, "r", *SENT[: 2 if tokens else 1])
+        worker = one.start("r", *SENT[: 2 if tokens else 1])
         if not goes_on:
             await one.instances[worker.number].stop()
         now_s = time.monotonic()
@@ -95,7 +89,7 @@ async def test_who_may_be_what_an_instance_has_died_of_is_not_sent_to_another(
 async def test_an_instance_that_is_heard_of_again_has_not_died(tokens: int) -> None:
     """Its network was away for a while, say, and a connection was lost in it."""
     async with scene(THREE, **ON, health=PATIENT) as one:
-        worker = start(one, "r", *SENT[: 2 if tokens else 1])
+        worker = one.start("r", *SENT[: 2 if tokens else 1])
         die_first(one, worker, "r")
         assert lose(one, worker.number, LOST, tokens=tokens) is None
         await one.until(lambda: answers(one))
@@ -108,7 +102,7 @@ async def test_an_instance_that_is_heard_of_again_has_not_died(tokens: int) -> N
 async def test_a_stream_that_is_alone_at_a_silent_instance_goes_on() -> None:
     """It may be frozen: nothing has ended there."""
     async with scene(THREE, **ON, health=PATIENT) as one:
-        worker = start(one, "r", *SENT)
+        worker = one.start("r", *SENT)
         die_first(one, worker, "r")
         answer = lose(one, worker.number, m.Cause.SILENT, tokens=3)
         assert isinstance(answer, m.Assign)
@@ -118,7 +112,7 @@ async def test_a_stream_that_is_alone_at_a_silent_instance_goes_on() -> None:
 
 async def test_with_retry_suspects_one_that_may_be_to_blame_goes_to_a_second_instance() -> None:
     async with scene(THREE, **ON, health=PATIENT, retry_suspects=True) as one:
-        worker = start(one, "r", m.Milestone.SENT)
+        worker = one.start("r", m.Milestone.SENT)
         die_first(one, worker, "r")
         answer = lose(one, worker.number, LOST)
         assert isinstance(answer, m.Assign)
@@ -145,7 +139,7 @@ async def test_a_stream_that_ran_alone_where_the_scheduler_died_by_itself(
     """It has shown tokens, and nothing else can be to blame."""
     ends = code is not None and not retry
     async with scene(THREE, **ON, health=BRIEF, retry_suspects=retry) as one:
-        worker = start(one, "r", *SENT)
+        worker = one.start("r", *SENT)
         if beside:
             await start_beside(one, worker, beside)
         if ends:
@@ -177,7 +171,7 @@ async def start_beside(one: Scene, worker: Worker, what: str) -> None:
     others = [other for other in one.plane.table if other is not there]
     for other in others:
         one.admin("POST", f"/workers/{other.number}/drain")
-    assert start(one, "s", *SENT) is there
+    assert one.start("s", *SENT) is there
     for other in others:
         one.admin("POST", f"/workers/{other.number}/undrain")
     if what == "has ended":
@@ -202,7 +196,7 @@ def die_first(one: Scene, worker: Worker, *rids: str, silent_s: float = 5.5) -> 
 async def test_an_answer_that_broke_off_before_anything_was_shown_waits_for_a_check(found: str) -> None:
     """Where the instance is well it was the request, which no other one gets."""
     async with scene(THREE, **ON) as one:
-        worker = start(one, "r", m.Milestone.SENT)
+        worker = one.start("r", m.Milestone.SENT)
         instance = one.instances[worker.number]
         if found == "ill":
             instance.healthy = False
@@ -228,7 +222,7 @@ async def test_an_answer_that_broke_off_before_anything_was_shown_waits_for_a_ch
 async def test_an_answer_that_broke_off_where_nobody_knows_the_instance_goes_on(lost_with: tuple[int, ...]) -> None:
     """As after a restart of the control process."""
     async with scene(THREE, **ON) as one:
-        start(one, "r", m.Milestone.SENT)
+        one.start("r", m.Milestone.SENT)
         one.ask_again("r", 1, BROKEN, over={"lost_with": lost_with})
         await one.until(lambda: answers(one))
         assert isinstance(answers(one)[0], m.Assign)
@@ -237,7 +231,7 @@ async def test_an_answer_that_broke_off_where_nobody_knows_the_instance_goes_on(
 
 async def test_with_retry_suspects_an_answer_that_broke_off_waits_for_nothing() -> None:
     async with scene(THREE, **ON, retry_suspects=True) as one:
-        worker = start(one, "r", m.Milestone.SENT)
+        worker = one.start("r", m.Milestone.SENT)
         answer = lose(one, worker.number, BROKEN)
         assert isinstance(answer, m.Assign)
         assert answer.decode != worker.number
@@ -246,7 +240,7 @@ async def test_with_retry_suspects_an_answer_that_broke_off_waits_for_nothing() 
 
 async def test_a_request_that_ends_while_its_instance_is_checked_is_forgotten() -> None:
     async with scene(THREE, **ON) as one:
-        worker = start(one, "r", m.Milestone.SENT)
+        worker = one.start("r", m.Milestone.SENT)
         assert lose(one, worker.number, BROKEN) is None
         await settle(one)
         await asyncio.sleep(2 * 0.25)
@@ -256,7 +250,7 @@ async def test_a_request_that_ends_while_its_instance_is_checked_is_forgotten() 
 async def test_nobody_who_checks_it_is_no_reason_to_wait_for_ever() -> None:
     health = dataclasses.replace(PATIENT, timeout_s=0.2)
     async with scene(THREE, **ON, health=health) as one:
-        worker = start(one, "r", m.Milestone.SENT)
+        worker = one.start("r", m.Milestone.SENT)
         assert lose(one, worker.number, BROKEN) is None  # the report of it is lost, so nobody asks for a check
         await one.until(lambda: answers(one))
         assert isinstance(answers(one)[0], m.Assign)
@@ -298,7 +292,7 @@ async def test_answers_that_break_off_at_an_ill_instance_open_its_breaker() -> N
 @pytest.mark.parametrize("tokens", [0, 3])
 async def test_an_instance_that_drains_is_the_last_resort(tokens: int) -> None:
     async with scene(["stateless", "stateless"], **ON) as one:
-        worker = start(one, "r", *SENT[: 2 if tokens else 1])
+        worker = one.start("r", *SENT[: 2 if tokens else 1])
         other = one.plane.table.by_number[1 - worker.number]
         assert one.admin("POST", f"/workers/{other.number}/drain")[0] == 202
         answer = lose(one, worker.number, LOST, tokens=tokens)
@@ -314,7 +308,7 @@ async def test_an_instance_that_drains_is_the_last_resort(tokens: int) -> None:
 
 async def test_one_that_is_ready_is_preferred_to_one_that_drains() -> None:
     async with scene(THREE, **ON) as one:
-        worker = start(one, "r", *SENT)
+        worker = one.start("r", *SENT)
         drained, ready = (number for number in range(3) if number != worker.number)
         one.admin("POST", f"/workers/{drained}/drain")
         assert lose(one, worker.number, LOST, tokens=3).decode == ready
@@ -324,7 +318,7 @@ async def test_one_that_is_ready_is_preferred_to_one_that_drains() -> None:
 async def test_a_stream_waits_for_the_successor_that_the_table_does_not_know_yet() -> None:
     """It was lost before anybody had noticed that its instance is gone."""
     async with scene(["stateless"], **ON) as one:
-        worker = start(one, "r", *SENT)
+        worker = one.start("r", *SENT)
         await one.instances[0].stop()
         assert lose(one, worker.number, LOST, tokens=3) is None
         await asyncio.sleep(0.2)
@@ -341,8 +335,8 @@ async def test_a_stream_waits_for_the_successor_that_the_table_does_not_know_yet
 async def test_a_stream_goes_back_to_its_only_instance_if_that_is_well() -> None:
     """Only its connection was lost. What had not begun does not."""
     async with scene(["stateless"], **ON) as one:
-        start(one, "r", *SENT)
-        start(one, "s", m.Milestone.SENT)
+        one.start("r", *SENT)
+        one.start("s", m.Milestone.SENT)
         assert lose(one, 0, LOST, tokens=3) is None
         assert lose(one, 0, LOST, rid="s") is None
         await one.until(lambda: len(answers(one)) == 2)
@@ -358,7 +352,7 @@ async def test_the_address_of_a_drained_instance_that_dies_is_given_up_and_the_l
 ) -> None:
     caplog.set_level(logging.INFO)
     async with scene(["stateless", "stateless"], **ON) as one:
-        worker = start(one, "r", *SENT)
+        worker = one.start("r", *SENT)
         one.admin("POST", f"/workers/{worker.number}/drain")
         await one.instances[worker.number].stop()
         answer = lose(one, worker.number, LOST, tokens=3)

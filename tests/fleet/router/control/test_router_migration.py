@@ -49,10 +49,6 @@ def drop(one: Scene, attempt: int = 2, cause: m.Cause = m.Cause.REFUSED, rid: st
     one.plane.on_message(m.Dropped(rid, attempt, cause, time.monotonic()))
 
 
-def open_at(one: Scene) -> list[int]:
-    return [worker.load.open_requests() for worker in one.plane.table.workers]
-
-
 def done(one: Scene, worker: int) -> list[str]:
     return [command["do"] for command in one.instances[worker].commands]
 
@@ -68,10 +64,10 @@ async def test_a_request_moves() -> None:
         assert (order.prefill, order.bootstrap_host, order.bootstrap_port) == (source, "127.0.0.1", 8998)
         [hold] = one.instances[source].commands
         assert hold == {"do": "hold", "rid": "r", "room": order.bootstrap_room, "for_s": 10.0}
-        assert open_at(one) == [1, 1]
+        assert one.open_at() == [1, 1]
         assert list(one.plane.dispatcher.ledger.rooms) == [order.bootstrap_room]
         join(one)
-        assert open_at(one)[source] == 0
+        assert one.open_at()[source] == 0
         await one.until(lambda: done(one, source) == ["hold", "commit"])
         await one.until(lambda: one.plane.dispatcher.ledger.audit(0.0).legs_open == 1)
         one.ended("r", output_tokens=9)
@@ -114,7 +110,7 @@ async def test_a_request_moves_there_and_back() -> None:
             order = await move_of(one, attempt)
             assert order.decode == target
             join(one, attempt)
-            assert open_at(one)[target] == 1
+            assert one.open_at()[target] == 1
         assert one.instances[1 - source].commands[0]["rid"] == "pla-2~r"
         one.ended("r")
         await one.at_rest()
@@ -128,7 +124,7 @@ async def test_a_request_that_cannot_be_held_stays_and_rests(status: str | None)
         assert move(one, 1 - source) is None
         await one.until(lambda: one.plane.migration.failed == 1)
         assert move(one, 1 - source) == "it is in its cool-down, as its last move failed"
-        assert open_at(one)[1 - source] == 0
+        assert one.open_at()[1 - source] == 0
         if status is None:  # it may be held, for all that is known
             await one.until(lambda: done(one, source) == ["hold", "resume"])
         assert find_moves(one) == []
@@ -152,7 +148,7 @@ async def test_a_target_that_cannot_go_on(cause: m.Cause, monkeypatch: pytest.Mo
         nothing_there = {m.Cause.NOT_SENT, m.Cause.FULL, m.Cause.REFUSED, m.Cause.ABORTED}  # as it has said
         aborting = cause not in nothing_there
         assert one.plane.dispatcher.ledger.audit(0.0).legs_aborting == aborting
-        assert open_at(one)[1 - source] == 0
+        assert one.open_at()[1 - source] == 0
         assert move(one, 1 - source) is None
         second = await move_of(one, 3)
         assert second.attempt == 3

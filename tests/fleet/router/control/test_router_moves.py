@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 from support.records import make_record
-from support.router_scene import Scene, scene
+from support.router_scene import Scene, hear_report, scene
 
 from pla_sglang.common.errors import ConfigError
 from pla_sglang.fleet.router.control.policy_setup import RouterEffects
@@ -299,7 +299,7 @@ def test_without_a_mover_a_move_is_not_supported() -> None:
     place.add("a", 0)
     assert place.order("a") is Refusal.UNSUPPORTED
     views = [worker.view for worker in place.workers]
-    effects = RouterEffects(FleetView(), lambda view, length_class: None)
+    effects = RouterEffects(FleetView(), lambda view: None)
     assert effects.migrate(Migrate("a", *views, 10, FleetReason.STAR_MIGRATE), 0.0) is Refusal.UNSUPPORTED  # type: ignore[arg-type]
 
 
@@ -396,9 +396,7 @@ def hear(one: Scene, worker: Worker, outputs: dict[str, int], sequence: int) -> 
         token_interval_s=0.05,
         requests=rows,
     )
-    new = one.plane._monitor.intake.on_report(report, one.plane._clock())
-    assert new is not None
-    one.plane._on_report(new)
+    hear_report(one.plane, report)
 
 
 async def fill(one: Scene) -> tuple[Worker, Worker]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from fake_sglang import FakeSglang
-from fleet.router.control.test_router_labels import STATELESS, connected
+from fleet.router.control.test_router_labels import STATELESS
 from support.router_scene import QUICK, Scene, scene
 
 from pla_sglang.common.errors import ConfigError
@@ -301,7 +301,7 @@ async def test_a_recorded_run_replays_to_the_same_decisions(
     path = tmp_path / "run.jsonl.gz"
     async with scene(list(modes), policy=policy, record=path, slo_ttft_s=0.3) as one:
         if modes is STATELESS:
-            await connected(one)
+            await one.connected()
         system = "s" * 4000
         for number in range(60):
             body = {"messages": [{"role": "system", "content": system[: 400 * (number % 9)]}]}

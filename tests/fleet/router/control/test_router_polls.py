@@ -8,13 +8,12 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from pla_sglang.fleet.router.control.workers import polls
 from pla_sglang.fleet.router.control.workers.breaker import BreakerKnobs
 from pla_sglang.fleet.router.control.workers.discovery import parse_url
 from pla_sglang.fleet.router.control.workers.errors import NoResponseError
 from pla_sglang.fleet.router.control.workers.instance_client import InstanceClient
-from pla_sglang.fleet.router.control.workers.polls import Polls
 from pla_sglang.fleet.router.control.workers.table import Worker, WorkerTable
+from pla_sglang.fleet.router.relay import proxied_call
 from pla_sglang.fleet.router.tls import TlsContext, WorkerTls
 
 
@@ -45,14 +44,14 @@ def ok(body: bytes) -> bytes:
 
 
 async def test_one_connection_serves_all_polls_and_brings_the_key() -> None:
-    async with instance(ok(b'{"a":1}')) as (worker, asked):
-        client = Polls(TlsContext(WorkerTls(), now_s=0.0), timeout_s=5.0, api_key="k")
-        assert [await client.fetch_body(worker, "/v1/loads?x") for _ in range(3)] == [b'{"a":1}'] * 3
+    async with instance(ok(b'{"ending":true}')) as (worker, asked):
+        client = InstanceClient(TlsContext(WorkerTls(), now_s=0.0), timeout_s=5.0, api_key="k")
+        assert [await client.is_ending(worker) for _ in range(3)] == [True] * 3
         assert len(asked) == 3
-        assert asked[0].startswith(b"GET /v1/loads?x HTTP/1.1\r\nhost: 127.0.0.1:")
+        assert asked[0].startswith(b"GET /pla/ending HTTP/1.1\r\nhost: 127.0.0.1:")
         assert b"authorization: Bearer k\r\n" in asked[0]
-        assert client._pool.count_idle() == 1
-        await client.close_polls()
+        assert client._polls.count_idle() == 1
+        await client.close()
 
 
 @pytest.mark.parametrize(
@@ -65,22 +64,22 @@ async def test_one_connection_serves_all_polls_and_brings_the_key() -> None:
     ],
 )
 async def test_what_is_no_answer(answer: bytes, status: int, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(polls, "RESPONSE_BYTES", 40)
+    monkeypatch.setattr(proxied_call, "RESPONSE_BYTES", 40)
     async with instance(answer) as (worker, _):
-        client = Polls(TlsContext(WorkerTls(), now_s=0.0), timeout_s=0.1)
+        client = InstanceClient(TlsContext(WorkerTls(), now_s=0.0), timeout_s=0.1)
         with pytest.raises(NoResponseError, match=why) as caught:
-            await client.fetch_body(worker, "/v1/loads")
+            await client.is_ending(worker)
         assert caught.value.status == status
-        await client.close_polls()
+        await client.close()
 
 
 async def test_nobody_listens() -> None:
     async with instance(b"") as (worker, _):
         pass
-    client = Polls(TlsContext(WorkerTls(), now_s=0.0), timeout_s=1.0)
+    client = InstanceClient(TlsContext(WorkerTls(), now_s=0.0), timeout_s=1.0)
     with pytest.raises(NoResponseError):
-        await client.fetch_body(worker, "/v1/loads")
-    await client.close_polls()
+        await client.is_ending(worker)
+    await client.close()
 
 
 @pytest.mark.parametrize("status", [301, 307])

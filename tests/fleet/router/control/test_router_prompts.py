@@ -107,7 +107,7 @@ def test_the_messages_of_a_chat_cost_something_too() -> None:
 
 
 def test_long_texts_are_estimated_by_what_short_ones_have_taught() -> None:
-    made = prompts(tokenize_bytes=2000, memory=1.0)
+    made = prompts(tokenize_bytes=2000)
     made.measure_prompt(ask({"prompt": "abcd " * 100}, Endpoint.COMPLETIONS))
     assert made.bytes_per_token == pytest.approx(5.0)
     found = made.measure_prompt(ask({"prompt": "abcd " * 1000}, Endpoint.COMPLETIONS))

@@ -124,20 +124,15 @@ def shrink(one: Scene, number: int) -> Refusal | None:
     return one.plane.scaling.scale(ScaleTo(Role.MIXED, 1, REASON, drain=(worker.view,)))
 
 
-def planner(one: Scene) -> dict[str, Any]:
-    state: dict[str, Any] = one.admin("GET", "/pla/state")[1]["planner"]
-    return state
-
-
 async def test_an_instance_that_is_ordered_serves_once_it_is_ready(actuator: FakeActuator) -> None:
     async with scaled(actuator) as one:
         assert grow(one) is None
         assert grow(one) is Refusal.REPEATED, "the first is not known yet, so it would be counted twice"
         await one.ready(3)
-        await one.until(lambda: planner(one)["starts"] == {"ready": 1})
+        await one.until(lambda: one.describe_planner()["starts"] == {"ready": 1})
         assert actuator.ordered == [("stateless", 1)]
         fleet = one.plane.table.fleet
-        assert fleet.startup_s == planner(one)["startup_s"] > 0
+        assert fleet.startup_s == one.describe_planner()["startup_s"] > 0
         newcomer = one.plane.table.by_number[2].view
         assert newcomer.is_cold(newcomer.ready_s + 1.0), "its first passes teach nobody"
         assert not one.plane.table.by_number[0].view.is_cold(0.0)
@@ -151,8 +146,8 @@ async def test_an_instance_that_is_ordered_serves_once_it_is_ready(actuator: Fak
 async def test_how_long_starts_take_is_known_after_a_restart(actuator: FakeActuator, tmp_path: Path) -> None:
     async with scaled(actuator, memory_file=tmp_path / "memory.json") as one:
         assert grow(one) is None
-        await one.until(lambda: planner(one)["startup_s"])
-        took_s = planner(one)["startup_s"]
+        await one.until(lambda: one.describe_planner()["startup_s"])
+        took_s = one.describe_planner()["startup_s"]
     actuator.rows.clear()
     async with scaled(actuator, memory_file=tmp_path / "memory.json") as one:
         assert one.plane.table.fleet.startup_s == took_s
@@ -171,7 +166,7 @@ async def test_one_that_leaves_finishes_what_it_has_and_is_stopped_only_then(act
         assert actuator.stopped == []
         one.ended("r1", output_tokens=3)
         await one.until(lambda: actuator.stopped == [name])
-        await one.until(lambda: planner(one)["stopped"] == 1)
+        await one.until(lambda: one.describe_planner()["stopped"] == 1)
         assert one.plane.table.at(leaving.address) is None
         removed = one.plane._state_file.state.removed  # one that was given at the start is not asked for at the next
         await one.until(lambda: (leaving.url in removed) == name.startswith("old"))
@@ -184,18 +179,18 @@ async def test_a_newcomer_that_leaves_as_soon_as_it_is_ready_was_ready(actuator:
         url = one.plane.table.by_number[2].url
         assert shrink(one, 2) is None, "before the actuator's list is looked at again"
         await one.until(lambda: actuator.stopped == ["new-1"])
-        await one.until(lambda: planner(one)["stopped"] == 1)
-        assert planner(one)["starts"] == {"ready": 1}
+        await one.until(lambda: one.describe_planner()["stopped"] == 1)
+        assert one.describe_planner()["starts"] == {"ready": 1}
         await one.until(lambda: url not in one.plane._state_file.state.removed)
 
 
 async def test_a_list_with_an_address_that_cannot_be_read_is_no_answer(actuator: FakeActuator) -> None:
     async with scaled(actuator) as one:
         actuator.rows["odd"] = StartedInstance("odd", "http://[", "stateless", "ready", 9)
-        await one.until(lambda: planner(one)["actuator_error"])
+        await one.until(lambda: one.describe_planner()["actuator_error"])
         assert grow(one) is Refusal.ACTUATOR_AWAY
         del actuator.rows["odd"]
-        await one.until(lambda: not planner(one)["actuator_error"])
+        await one.until(lambda: not one.describe_planner()["actuator_error"])
         assert grow(one) is None
 
 
@@ -217,7 +212,7 @@ async def test_a_start_that_comes_to_nothing_is_counted_and_cleared_away(how: st
             await one.until(lambda: "new-1" in actuator.rows)
             actuator.list_one(actuator.instances["new-1"], "new-1", 1, "dead")
         outcome = "expired" if how == "expired" else "failed"
-        await one.until(lambda: planner(one)["starts"] == {outcome: 1})
+        await one.until(lambda: one.describe_planner()["starts"] == {outcome: 1})
         assert one.plane.table.fleet.startup_s is None
         assert sum(one.plane.table.fleet.starting.values()) == 0
         if how != "refused":
@@ -231,15 +226,15 @@ async def test_a_start_that_comes_to_nothing_is_counted_and_cleared_away(how: st
 async def test_without_the_actuator_or_the_lease_what_is_there_serves_on(actuator: FakeActuator) -> None:
     async with scaled(actuator) as one:
         actuator.away = True
-        await one.until(lambda: planner(one)["actuator_error"])
+        await one.until(lambda: one.describe_planner()["actuator_error"])
         assert grow(one) is Refusal.ACTUATOR_AWAY
         assert one.assign("r1").decode in (0, 1)
         actuator.away, actuator.lease.free = False, False
-        await one.until(lambda: not planner(one)["leads"])
+        await one.until(lambda: not one.describe_planner()["leads"])
         assert grow(one) is Refusal.NO_LEASE
-        assert planner(one)["lease_owner"] == "another"
+        assert one.describe_planner()["lease_owner"] == "another"
         actuator.lease.free = True
-        await one.until(lambda: planner(one)["leads"])
+        await one.until(lambda: one.describe_planner()["leads"])
         assert grow(one) is None
 
 
@@ -250,7 +245,7 @@ async def test_what_another_router_has_started_is_a_worker_here_too(actuator: Fa
         await one.ready(3)
         assert started.url in [worker.url for worker in one.plane.table]
         actuator.lease.free = True
-        await one.until(lambda: planner(one)["leads"])
+        await one.until(lambda: one.describe_planner()["leads"])
         assert shrink(one, 2) is None
         await one.until(lambda: actuator.stopped == ["new-7"])
         assert grow(one) is None
@@ -270,7 +265,7 @@ async def test_a_dry_run_starts_and_stops_nothing(actuator: FakeActuator) -> Non
     async with scene(["stateless", "stateless"], policy="combined", scaling=knobs) as one:
         assert grow(one) is Refusal.DRY_RUN
         assert shrink(one, 0) is Refusal.DRY_RUN
-        assert planner(one)["wanted"] == {"mixed": 1}
+        assert one.describe_planner()["wanted"] == {"mixed": 1}
         assert actuator.ordered == []
 
 
@@ -294,19 +289,19 @@ async def test_state_view_and_series_tell_the_same_of_a_plan() -> None:
     async with scene(["stateless", "stateless"], policy="combined", scaling=knobs) as one:
         runner = one.plane.policy.runner
         assert runner is not None
-        assert planner(one)["load"] is None
+        assert one.describe_planner()["load"] is None
         for index in range(4):
             one.ask(f"r{index}", input_tokens=600)
             one.reach(f"r{index}", m.Milestone.SENT, m.Milestone.PREFILL_DONE, m.Milestone.FIRST_TOKEN)
             one.ended(f"r{index}", output_tokens=200)
         one.plane._tick_controller(len(runner.policy.controllers) - 1)
         one.plane._sweep()
-        told = planner(one)["load"]
+        told = one.describe_planner()["load"]
         assert told["output_tokens"] == {"load": 200.0, "forecast": pytest.approx(200.0), "by": "peak"}
         plan = one.plane.view_document(0.0)["plan"]
-        assert plan["plans"][-1][1:] == [planner(one)["wanted"].get("mixed", 2), told]
+        assert plan["plans"][-1][1:] == [one.describe_planner()["wanted"].get("mixed", 2), told]
         assert plan["fleet"][-1][1:4] == [2, 0, 0]
-        assert plan["fleet"][-1][4] == pytest.approx(planner(one)["gpu_hours"], abs=1e-4)
+        assert plan["fleet"][-1][4] == pytest.approx(one.describe_planner()["gpu_hours"], abs=1e-4)
         text = one.plane.series.render_text().decode()
         for figure, values in told.items():
             assert f'pla_router_plan_load{{figure="{figure}"}} {values["load"]}' in text
@@ -316,15 +311,15 @@ async def test_state_view_and_series_tell_the_same_of_a_plan() -> None:
 async def test_starts_are_told_with_how_long_they_took(actuator: FakeActuator) -> None:
     async with scaled(actuator) as one:
         assert grow(one) is None
-        await one.until(lambda: planner(one)["last_starts"])
+        await one.until(lambda: one.describe_planner()["last_starts"])
         actuator.fails = True
         assert shrink(one, 0) is None
-        await one.until(lambda: planner(one)["stopped"] == 1)
+        await one.until(lambda: one.describe_planner()["stopped"] == 1)
         assert grow(one) is None
-        await one.until(lambda: len(planner(one)["last_starts"]) == 2)
-        ready, failed = planner(one)["last_starts"]
+        await one.until(lambda: len(one.describe_planner()["last_starts"]) == 2)
+        ready, failed = one.describe_planner()["last_starts"]
         assert (ready["outcome"], failed["outcome"]) == ("ready", "failed")
-        assert ready["took_s"] == pytest.approx(planner(one)["startup_s"], abs=1e-3)
+        assert ready["took_s"] == pytest.approx(one.describe_planner()["startup_s"], abs=1e-3)
         starts = one.plane.view_document(0.0)["plan"]["starts"]
         assert [round(ended - ordered, 2) for ordered, ended, _ in starts] == [
             pytest.approx(start["took_s"], abs=0.02) for start in (ready, failed)
@@ -341,7 +336,7 @@ async def test_what_a_planner_has_decided_replays(actuator: FakeActuator, tmp_pa
             if index % 2:
                 one.ended(f"r{index}", output_tokens=200)
             await asyncio.sleep(0.02)
-        await one.until(lambda: planner(one)["startup_s"])
+        await one.until(lambda: one.describe_planner()["startup_s"])
         for index in range(0, 40, 2):
             one.ended(f"r{index}", output_tokens=200)
         await asyncio.sleep(0.2)
@@ -357,7 +352,7 @@ async def test_what_a_planner_has_decided_replays(actuator: FakeActuator, tmp_pa
 
 async def test_without_a_planner_there_is_none_and_nobody_asks_for_instances(actuator: FakeActuator) -> None:
     async with scene(["stateless", "stateless"], policy="combined") as one:
-        assert planner(one) is None
+        assert one.describe_planner() is None
         assert one.plane.view_document(0.0)["plan"] is None
         assert grow(one) is Refusal.UNSUPPORTED
         assert "planned_instances" not in one.plane.series.render_text().decode()
@@ -393,12 +388,12 @@ async def test_an_address_that_is_known_later_is_waited_for(actuator: FakeActuat
     async with scaled(actuator) as one:
         actuator.late = True
         assert grow(one) is None
-        await one.until(lambda: planner(one)["starting"])
+        await one.until(lambda: one.describe_planner()["starting"])
         assert grow(one) is Refusal.REPEATED, "it is not in the table yet, so it would be counted twice"
         assert len(list(one.plane.table)) == 2
         actuator.show_address("new-1")
         await one.ready(3)
-        await one.until(lambda: planner(one)["starts"] == {"ready": 1})
+        await one.until(lambda: one.describe_planner()["starts"] == {"ready": 1})
         assert grow(one) is Refusal.OUT_OF_BOUNDS
 
 
@@ -406,11 +401,11 @@ async def test_one_that_another_source_has_brought_is_known_by_its_order(actuato
     async with scaled(actuator) as one:
         actuator.late = True
         assert grow(one) is None
-        await one.until(lambda: planner(one)["starting"])
+        await one.until(lambda: one.describe_planner()["starting"])
         assert one.admin("POST", "/workers", {"url": actuator.instances["new-1"].url})[0] < 300
         await one.ready(3)
         actuator.show_address("new-1")
-        await one.until(lambda: planner(one)["starts"] == {"ready": 1})
+        await one.until(lambda: one.describe_planner()["starts"] == {"ready": 1})
 
 
 @pytest.mark.parametrize("how", ["ended", "expired"])
@@ -421,10 +416,10 @@ async def test_a_start_that_never_has_an_address_is_given_up(how: str, actuator:
         assert grow(one) is None
         await one.until(lambda: "new-1" in actuator.rows)
         if how == "ended":
-            await one.until(lambda: planner(one)["starting"])
+            await one.until(lambda: one.describe_planner()["starting"])
             actuator.rows["new-1"] = dataclasses.replace(actuator.rows["new-1"], state="dead")
         outcome = "failed" if how == "ended" else "expired"
-        await one.until(lambda: planner(one)["starts"] == {outcome: 1})
+        await one.until(lambda: one.describe_planner()["starts"] == {outcome: 1})
         await one.until(lambda: actuator.stopped == ["new-1"])
         actuator.late = False
         assert grow(one) is None

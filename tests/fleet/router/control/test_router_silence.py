@@ -11,10 +11,10 @@ import pytest
 from support.router_scene import QUICK, Scene, scene
 
 from pla_sglang.fleet.router.control import suspects
+from pla_sglang.fleet.router.control.suspects import longest_pass_s, silent_for_s
 from pla_sglang.fleet.router.control.workers.breaker import BreakerKnobs
 from pla_sglang.fleet.router.control.workers.discovery import Address, Description
-from pla_sglang.fleet.router.control.workers.silence import longest_pass_s, silent_for_s
-from pla_sglang.fleet.router.control.workers.table import Worker, WorkerReason, WorkerState, WorkerTable
+from pla_sglang.fleet.router.control.workers.table import WorkerReason, WorkerState, WorkerTable
 from pla_sglang.fleet.router.wire import messages as m
 from pla_sglang.policy.common.curve import PrefillCurve
 from pla_sglang.policy.common.device_clock import DeviceClock
@@ -24,12 +24,6 @@ from pla_sglang.policy.interface.fleet import InstanceKind
 ON: dict[str, Any] = {"policy": "least-tokens", "migration": "on", "hops": True}
 SENT = (m.Milestone.SENT, m.Milestone.FIRST_TOKEN)
 PATIENT = dataclasses.replace(QUICK, misses=1000, refused=1000, silence_s=0.5)
-
-
-def start(one: Scene, rid: str = "r", *milestones: m.Milestone) -> Worker:
-    assign = one.assign(rid)
-    one.reach(rid, *milestones)
-    return one.plane.table.by_number[assign.decode]
 
 
 def test_what_a_long_pass_explains_is_no_silence() -> None:
@@ -83,14 +77,12 @@ async def test_streams_of_an_instance_that_says_nothing_are_told_to_leave_it(
     monkeypatch.setattr(suspects, "SETTLE_S", 0.5)  # a busy machine must not make the first ones late,
     health = dataclasses.replace(PATIENT, silence_s=3.0)  # nor the instance silent early
     async with scene(["stateless", "stateless"], **ON, health=health, retry_suspects=retry) as one:
-        numbers = {
-            rid: start(one, rid, *SENT[:count]).number for rid, count in (("a", 2), ("b", 2), ("c", 1), ("d", 1))
-        }
+        numbers = {rid: one.start(rid, *SENT[:count]).number for rid, count in (("a", 2), ("b", 2), ("c", 1), ("d", 1))}
         frozen = one.instances[0].info_gate = asyncio.Event()
         worker = one.plane.table.by_number[0]
         await one.until(lambda: time.monotonic() - worker.heard_s > 0.8)
         assert worker.is_ready()
-        late = [rid for rid in ("e", "f") if start(one, rid, m.Milestone.SENT) is worker]
+        late = [rid for rid in ("e", "f") if one.start(rid, m.Milestone.SENT) is worker]
         await one.until(lambda: silenced(one))
         assert (worker.state, worker.reason) == (WorkerState.SUSPECT, WorkerReason.HEALTH)
         assert "has said nothing for" in worker.detail
@@ -112,7 +104,7 @@ async def test_nobody_is_told_to_leave_for_nothing(why: str) -> None:
     if why == "no migration":
         knobs["migration"] = "off"
     async with scene(modes, **knobs, health=health) as one:
-        worker = start(one, "r", *SENT)
+        worker = one.start("r", *SENT)
         one.instances[worker.number].info_gate = asyncio.Event()
         await one.until(lambda: time.monotonic() - worker.heard_s > 1.2)
         assert not silenced(one)
@@ -125,7 +117,7 @@ async def test_nobody_is_told_to_leave_for_nothing(why: str) -> None:
 
 async def test_a_control_plane_that_stood_still_takes_nobody_for_silent() -> None:
     async with scene(["stateless", "stateless"], **ON, health=PATIENT) as one:
-        start(one, "r", *SENT)
+        one.start("r", *SENT)
         await asyncio.sleep(0.6)  # it has looked at least once
         for worker in one.plane.table:
             worker.heard_s -= 60.0
@@ -141,7 +133,7 @@ async def test_an_idle_stock_instance_is_asked_nothing_and_is_not_silent() -> No
     health = dataclasses.replace(PATIENT, silence_s=0.4)
     async with scene(["null"], policy="least-requests", health=health) as one:
         await asyncio.sleep(1.0)
-        worker = start(one, "r", *SENT)
+        worker = one.start("r", *SENT)
         for _ in range(10):
             await asyncio.sleep(0.1)
             assert worker.is_ready()
@@ -154,7 +146,7 @@ async def test_stock_instances_are_asked_while_they_work() -> None:
     """Their polls are answered without their scheduler."""
     health = dataclasses.replace(PATIENT, silence_s=0.4)
     async with scene(["null", "null"], policy="least-requests", health=health) as one:
-        worker = start(one, "r", *SENT)
+        worker = one.start("r", *SENT)
         one.instances[worker.number].info_gate = asyncio.Event()
         await one.until(lambda: worker.state is WorkerState.SUSPECT)
         one.instances[worker.number].info_gate.set()  # type: ignore[union-attr]

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.router_scene import FakeRelay, enter_worker, hear_report
 
 from pla_sglang.fleet.router.control.control_plane import ControlPlane
 from pla_sglang.fleet.router.control.gauges import row_of
 from pla_sglang.fleet.router.control.knobs import ControlKnobs
-from pla_sglang.fleet.router.control.workers.discovery import Description, parse_url
-from pla_sglang.fleet.router.control.workers.table import Worker, WorkerReason, WorkerState
+from pla_sglang.fleet.router.control.workers.table import Worker
 from pla_sglang.fleet.router.wire import messages as m
 from pla_sglang.load.report import FittedPasses, Report
 from pla_sglang.parity import replay_file
@@ -29,14 +29,6 @@ from pla_sglang.sim.core.parity import Replay
 H100, A100 = "h100-llama3.1-8b-tp1", "a100-llama3.1-8b-tp1"
 
 
-class Relay:
-    def __init__(self) -> None:
-        self.told: list[m.FromControl] = []
-
-    def on_message(self, message: m.FromControl) -> None:
-        self.told.append(message)
-
-
 class Fleet:
     """Instances of a real control plane, on a clock that stands still."""
 
@@ -45,26 +37,15 @@ class Fleet:
         self.plane = ControlPlane(
             ControlKnobs(policy="arrow", slo_ttft_s=1.0, slo_tpot_s=0.05, **knobs), clock=lambda: self.now_s
         )
-        self.relay = Relay()
+        self.relay = FakeRelay()
         self.plane.attach_relay(0, self.relay)
         if "record" in knobs:
             self.plane.policy.open_recording(keep=False, clock_start_s=0.0)
         self.workers = [self.start(number, profile) for number, profile in enumerate(profiles)]
 
     def start(self, number: int, profile: str) -> Worker:
-        plane = self.plane
-        worker = plane.table.add(parse_url(f"http://127.0.0.1:{number + 1}"), self.now_s)
         kind = InstanceKind.DECODE if number else InstanceKind.PREFILL
-        said = Description(
-            *(kind, str(number), worker.view.name, 100_000, 1, 1, "m", "t", "v"), bootstrap_port=1, profile=profile
-        )
-        if plane.policy.runner is None:
-            plane.policy.make(said, 2)
-            plane.table.split = plane.policy.roles
-            plane.dispatcher.on_policy_made()
-        plane.table.describe(worker, said, self.now_s)
-        plane.table.move(worker, WorkerState.READY, WorkerReason.ANSWERS, self.now_s)
-        return worker
+        return enter_worker(self.plane, number, kind, self.now_s, instances=2, profile=profile)
 
     def report(self, worker: Worker, profile: str | None = None, *, passes: int = 100) -> None:
         """``profile``: the times that it has measured; None: it sends none, as an earlier version."""
@@ -78,9 +59,7 @@ class Fleet:
                 "fitted": FittedPasses(passes, passes, passes),
             }
         report = Report(instance=worker.view.name, sequence=self.sequence, clock_s=self.now_s, **measured)
-        new = self.plane._monitor.intake.on_report(report, self.now_s)
-        assert new is not None
-        self.plane._on_report(new)
+        hear_report(self.plane, report)
 
     def ask(self, rid: str, tokens: int) -> None:
         where = (rid, 0, m.Endpoint.GENERATE, True, self.now_s, 4 * tokens, tokens)

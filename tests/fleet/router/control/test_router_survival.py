@@ -27,11 +27,6 @@ def join(one: Scene, attempt: int) -> None:
     one.reach("r", m.Milestone.FIRST_TOKEN, attempt=attempt, gap_s=0.25)
 
 
-def open_at(one: Scene) -> list[int]:
-    """How many requests the load tracker of each instance has."""
-    return [worker.load.open_requests() for worker in one.plane.table.workers]
-
-
 def start(one: Scene, tokens: int = 3) -> int:
     """A request that streams, or of which nothing is shown yet; its instance."""
     assign = one.assign("r")
@@ -46,8 +41,8 @@ async def test_a_stream_goes_on_at_another_instance() -> None:
         assert isinstance(order, m.Assign)
         assert (order.attempt, order.prefill, order.held_tokens) == (2, None, None)
         assert order.decode != first
-        assert open_at(one)[order.decode] == 1
-        assert sum(open_at(one)) == 1
+        assert one.open_at()[order.decode] == 1
+        assert sum(one.open_at()) == 1
         record = one.plane.dispatcher.ledger.records["r"]
         assert record.view.rid == "pla-2~r"
         assert record.view.input_tokens == record.prompt.tokens + 3
@@ -224,7 +219,7 @@ async def test_messages_that_come_too_late_change_nothing() -> None:
         join(one, 1)
         join(one, 2)
         join(one, 2)
-        assert open_at(one)[order.decode] == 1
+        assert one.open_at()[order.decode] == 1
         one.ended("r")
         join(one, 2)
         await one.at_rest()

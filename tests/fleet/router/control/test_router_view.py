@@ -76,7 +76,7 @@ async def test_predicted_and_measured_ttft_by_instance() -> None:
             one.reach(f"r{number}", m.Milestone.SENT, m.Milestone.FIRST_TOKEN)
             one.ended(f"r{number}")
         name = one.plane.table.workers[0].view.name
-        sums = one.plane.series.worker_ttft.by_worker[name]
+        sums = one.plane.series.worker_ttft[name]
         assert sums.count == 3
         text = one.admin("GET", "/metrics")[1]
         samples = {

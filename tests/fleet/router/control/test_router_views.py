@@ -16,7 +16,7 @@ from support.records import make_record
 from pla_sglang.common.errors import ConfigError
 from pla_sglang.fleet.router.control.knobs import ControlKnobs
 from pla_sglang.fleet.router.control.observability.explain import STAGES, ExplainStore, stages
-from pla_sglang.fleet.router.control.workers.discovery import Address, describe, parse_url, polled_load
+from pla_sglang.fleet.router.control.workers.discovery import Address, describe, polled_load
 from pla_sglang.fleet.router.control.workers.errors import WorkerError
 from pla_sglang.fleet.router.control.workers.worker_file import read_workers
 from pla_sglang.fleet.router.control.workers.worker_list import ListChanges, compare
@@ -24,36 +24,6 @@ from pla_sglang.load.instance_load import combine_ranks
 from pla_sglang.load.report import Backlog, Report
 from pla_sglang.policy.interface.fleet import InstanceKind
 from pla_sglang.policy.interface.prefill import PrefillClass
-
-
-@pytest.mark.parametrize(
-    ("url", "address"),
-    [
-        ("http://h:80", Address("h", 80)),
-        ("http://127.0.0.1:30000/", Address("127.0.0.1", 30000)),
-        ("http://[::1]:7", Address("::1", 7)),
-    ],
-)
-def test_good_addresses(url: str, address: Address) -> None:
-    assert parse_url(url) == address
-    assert parse_url(address.url) == address
-
-
-BAD_URLS = [
-    "h:80",
-    "http://h",
-    "http://h:0",
-    "http://h:80/x",
-    "http://u@h:80",
-    "http://h:99999",
-    "http://:8",
-]
-
-
-@pytest.mark.parametrize("url", BAD_URLS)
-def test_bad_addresses(url: str) -> None:
-    with pytest.raises(WorkerError, match="allowed: http://HOST:PORT"):
-        parse_url(url)
 
 
 def test_a_prefill_instance_describes_itself() -> None:

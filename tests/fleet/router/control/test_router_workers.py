@@ -154,7 +154,7 @@ def test_failed_requests_open_the_breaker_and_a_check_after_the_cool_down_lets_i
     assert (worker.state, worker.breaker.state) == (WorkerState.SUSPECT, BreakerState.OPEN)
     health.on_probe(worker, ProbeResult.OK, 7.4)
     worker.breaker.start_trial("s")
-    health.on_success(worker, 7.5, "s")
+    worker.breaker.on_success(7.5, "s")
     assert (worker.state, worker.breaker.state) == (WorkerState.READY, BreakerState.CLOSED)
 
 

@@ -9,12 +9,7 @@ pause included. It is no comparison with what would have happened: the instance 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from typing import Any, NamedTuple
-
-from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 from pla_sglang.fleet.router.control.requests.request_record import Attempt, RequestRecord
 
@@ -87,35 +82,22 @@ def _measure(left: Attempt, came: Attempt, end: tuple[float, int] | None) -> Mov
     return MoveGain(came, came.gap_s or 0.0, interval_s, end[1] - came.delivered_tokens, time_after_s)
 
 
-class MoveGains(Collector):
+class MoveGains:
     """Sums by reason of the moves of requests that have ended; two that only rise, as their difference may fall."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._sums: dict[str, tuple[int, float, float]] = {}  # moves, expected and measured seconds
-        registry.register(self)
+    def __init__(self) -> None:
+        self.by_reason: dict[str, tuple[int, float, float]] = {}  # moves, expected and measured seconds
 
     def add_request(self, record: RequestRecord) -> None:
         """It has ended."""
         for move in measure_moves(record):
-            count, expected_s, measured_s = self._sums.get(move.attempt.cause, (0, 0.0, 0.0))
-            self._sums[move.attempt.cause] = count + 1, expected_s + move.expected_s, measured_s + move.measured_s
+            count, expected_s, measured_s = self.by_reason.get(move.attempt.cause, (0, 0.0, 0.0))
+            sums = count + 1, expected_s + move.expected_s, measured_s + move.measured_s
+            self.by_reason[move.attempt.cause] = sums
 
     def to_dict(self) -> dict[str, dict[str, float]]:
         """For /pla/state, by reason; ``gain_s`` is the mean of a move."""
         return {
             reason: {"moves": count, "gain_s": round((expected_s - measured_s) / count, 4)}
-            for reason, (count, expected_s, measured_s) in self._sums.items()
+            for reason, (count, expected_s, measured_s) in self.by_reason.items()
         }
-
-    def collect(self) -> Iterator[Metric]:
-        for place, (name, text) in enumerate(
-            (
-                ("judged_migrations", "Moves of requests that have ended, by why they moved."),
-                ("migration_expected_seconds", "Rest of their answers at the token interval before the move, summed."),
-                ("migration_measured_seconds", "What the rest took, with the pause, summed."),
-            )
-        ):
-            family = CounterMetricFamily(f"pla_router_{name}", text, labels=("reason",))
-            for reason, sums in self._sums.items():
-                family.add_metric((reason,), sums[place])
-            yield family

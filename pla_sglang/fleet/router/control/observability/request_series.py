@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry
@@ -29,7 +29,7 @@ SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 
 TPOT_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.5, 1.0, 2.0)
 REQUEST_SECONDS = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 _LABELS = ("model", "tenant")
-_GENERATES = frozenset(endpoint for endpoint, (_, path) in BY_ENDPOINT.items() if path.generates)
+_GENERATES = frozenset(endpoint for endpoint, path in BY_ENDPOINT.items() if path.generates)
 # Named once: see ``fast_enum``.
 _OK, _CLIENT_ERROR, _REFUSED, _CLIENT_GONE = Outcome.OK, Outcome.CLIENT_ERROR, Outcome.REFUSED, Outcome.CLIENT_GONE
 _WHOLE = frozenset({_OK, _CLIENT_GONE})  # nothing but its client has cut the answer off
@@ -75,7 +75,7 @@ def judge_targets(record: RequestRecord, end: End, first_s: float | None, last_s
     ttft_met = first_s - record.ask.arrived_s <= record.ttft.slo_s
     if not whole:
         return Judgement(ttft_met, False, failed=True)
-    if tokens is None or tokens < 2 or last_s is None or not record.is_single():
+    if tokens is None or tokens < 2 or last_s is None or not record.ask.is_single:
         return Judgement(ttft_met)
     tpot_s = max(0.0, last_s - first_s) / (tokens - 1)
     return Judgement(ttft_met, tpot_s <= record.tpot.slo_s, tpot_s)
@@ -188,9 +188,7 @@ class RequestSeries(Collector):
     # -- for those who scrape ------------------------------------------------------------------------------------------
 
     def collect(self) -> Iterator[Metric]:
-        yield self._collect_targets()
-        yield self._collect_ends()
-        yield from self._collect_tokens()
+        yield from self._collect_counters()
         for name, text in (
             ("ttft", "Arrival to first token, of streams."),
             ("tpot", "Mean time per output token of a stream, from its first to its last."),
@@ -202,36 +200,34 @@ class RequestSeries(Collector):
                 family.add_metric(labels, buckets.to_samples(), buckets.sum_s)
             yield family
 
-    def _collect_targets(self) -> Metric:
-        family = CounterMetricFamily(
-            "pla_router_targets", "Streams that have ended, by target and whether it was met.", labels=_TARGET_LABELS
-        )
-        for labels, row in self._rows.items():
-            for target, counts in (("ttft", row.ttft), ("tpot", row.tpot)):
-                for met, count in zip(("false", "true"), counts, strict=True):
-                    family.add_metric((target, met, *labels), count)
-        return family
-
-    def _collect_ends(self) -> Metric:
-        text = "Requests that have ended, by how."
-        family = CounterMetricFamily("pla_router_requests", text, labels=("end", *_LABELS))
-        for labels, row in self._rows.items():
-            for end, count in row.ends.items():
-                family.add_metric((end, *labels), count)
-        return family
-
-    def _collect_tokens(self) -> Iterator[Metric]:
+    def _collect_counters(self) -> Iterator[Metric]:
+        rows = self._rows.items()
+        targets = [
+            ((target, met, *labels), count)
+            for labels, row in rows
+            for target, counts in (("ttft", row.ttft), ("tpot", row.tpot))
+            for met, count in zip(("false", "true"), counts, strict=True)
+        ]
+        text = "Streams that have ended, by target and whether it was met."
+        yield counter_family("targets", text, ("target", "met", *_LABELS), targets)
+        ends = [((end, *labels), count) for labels, row in rows for end, count in row.ends.items()]
+        yield counter_family("requests", "Requests that have ended, by how.", ("end", *_LABELS), ends)
+        outputs = [
+            ((by, *labels), count)
+            for labels, row in rows
+            for by, count in zip(("events", "instance"), row.output_tokens, strict=True)
+        ]
         text = "Tokens of answers, as instances say; of answers without a count, events."
-        family = CounterMetricFamily("pla_router_output_tokens", text, labels=("by", *_LABELS))
-        for labels, row in self._rows.items():
-            for by, count in zip(("events", "instance"), row.output_tokens, strict=True):
-                family.add_metric((by, *labels), count)
-        yield family
-        text = "Prompt tokens of requests whose answer has begun."
-        family = CounterMetricFamily("pla_router_input_tokens", text, labels=_LABELS)
-        for labels, row in self._rows.items():
-            family.add_metric(labels, row.input_tokens)
-        yield family
+        yield counter_family("output_tokens", text, ("by", *_LABELS), outputs)
+        inputs = [(labels, row.input_tokens) for labels, row in rows]
+        yield counter_family("input_tokens", "Prompt tokens of requests whose answer has begun.", _LABELS, inputs)
 
 
-_TARGET_LABELS = ("target", "met", *_LABELS)
+def counter_family(
+    name: str, text: str, labels: Sequence[str], rows: Iterable[tuple[Sequence[str], float]]
+) -> CounterMetricFamily:
+    """``name`` is without prefix; ``rows``: values of the labels, and the count."""
+    family = CounterMetricFamily(f"pla_router_{name}", text, labels=labels)
+    for values, count in rows:
+        family.add_metric(values, count)
+    return family

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -13,7 +14,12 @@ from prometheus_client.registry import Collector
 from pla_sglang.common.series import with_former_names
 from pla_sglang.fleet.router.control.observability.explain import STAGES
 from pla_sglang.fleet.router.control.observability.move_gains import MoveGains
-from pla_sglang.fleet.router.control.observability.request_series import SECONDS, Buckets, RequestSeries
+from pla_sglang.fleet.router.control.observability.request_series import (
+    SECONDS,
+    Buckets,
+    RequestSeries,
+    counter_family,
+)
 from pla_sglang.fleet.router.wire.messages import RelayReport
 from pla_sglang.fleet.viewer.history import TtftSums
 from pla_sglang.policy.common.length_errors import ErrorSums
@@ -21,6 +27,7 @@ from pla_sglang.policy.common.length_errors import ErrorSums
 _STARTS_S = (1.0, 2.0, 5.0, 10.0, 20.0, 40.0, 60.0, 90.0, 120.0, 180.0, 300.0, 600.0, 1200.0)
 _NAME = re.compile(r'^([a-z_]+)(?:\{([a-z_]+)="([^"\\]*)"\})?$')
 Row = tuple[str, str, dict[str, str], float]  # name without prefix, help, labels, value
+Kept = Mapping[str, Sequence[float]] | Mapping[tuple[str, ...], Sequence[float]]  # sums by the values of labels
 
 
 class RouterSeries(Collector):
@@ -40,47 +47,86 @@ class RouterSeries(Collector):
         self._gauges = gauges
         self._reports: dict[int, RelayReport] = {}  # by relay
         self.requests = RequestSeries(registry)
-        self.admissions = LabelledCounter(
-            registry, "admissions", "Requests let in or refused, by reason.", "decision", "reason"
+        count = functools.partial(LabelledCounter, registry)
+        self.admissions = count("admissions", "Requests let in or refused, by reason.", "decision", "reason")
+        self.dispatches = count("dispatches", "Requests sent to instances, by reason.", "reason")
+        self.placements = count("placements", "Decode instances chosen, by reason.", "reason")
+        self.actions = count("actions", "Fleet actions of policies, also those not done.", "action", "reason")
+        self.failures = count("instance_failures", "Failures of instances.", "kind")
+        self.refusals = count("instance_refusals", "Requests refused for load.", "worker")
+        self.exclusions = count("exclusions", "Dispatches with instances left out, by reason.", "reason")
+        self.worker_changes = count("worker_state_changes", "Changes of worker states.", "state", "reason")
+        self.takeovers = count("takeovers", "Control processes that followed another one.")
+        self._starts = count("instance_starts", "Instances that the planner has ordered, by how that ended.", "outcome")
+        for outcome in ("ready", "failed", "expired"):
+            self._starts.inc(outcome, by=0.0)  # else Prometheus sees no increase when the first one ends
+        self._start_s = Durations(
+            registry, "instance_start_seconds", "From the order of an instance until it is ready.", _STARTS_S
         )
-        self.dispatches = LabelledCounter(registry, "dispatches", "Requests sent to instances, by reason.", "reason")
-        self.placements = LabelledCounter(registry, "placements", "Decode instances chosen, by reason.", "reason")
-        self.actions = LabelledCounter(
-            registry, "actions", "Fleet actions of policies, also those not done.", "action", "reason"
-        )
-        self.failures = LabelledCounter(registry, "instance_failures", "Failures of instances.", "kind")
-        self.refusals = LabelledCounter(registry, "instance_refusals", "Requests refused for load.", "worker")
-        self.exclusions = LabelledCounter(
-            registry, "exclusions", "Dispatches with instances left out, by reason.", "reason"
-        )
-        self.worker_changes = LabelledCounter(
-            registry, "worker_state_changes", "Changes of worker states.", "state", "reason"
-        )
-        self.takeovers = LabelledCounter(registry, "takeovers", "Control processes that followed another one.")
-        self.starts = InstanceStarts(registry)
-        self.aborts = LabelledCounter(registry, "aborts", "Aborts that the router has ordered at instances.", "outcome")
-        self.peer_lists = LabelledCounter(registry, "peer_lists", "Lists of peers sent out, by outcome.", "outcome")
-        self.retries = LabelledCounter(registry, "retries", "Requests sent again, by why.", "reason")
-        self.migrations = LabelledCounter(
-            registry, "migrations", "Requests that moved to another instance.", "how", "reason"
-        )
-        self.migration_failures = LabelledCounter(
-            registry, "migration_failures", "Requests that could not go on elsewhere.", "reason"
-        )
+        self.aborts = count("aborts", "Aborts that the router has ordered at instances.", "outcome")
+        self.peer_lists = count("peer_lists", "Lists of peers sent out, by outcome.", "outcome")
+        self.retries = count("retries", "Requests sent again, by why.", "reason")
+        self.migrations = count("migrations", "Requests that moved to another instance.", "how", "reason")
+        self.migration_failures = count("migration_failures", "Requests that could not go on elsewhere.", "reason")
         self.migration_gap_s = Durations(
             registry, "migration_pause_seconds", "From the last event at one instance to the next."
         )
-        self.move_gains = MoveGains(registry)
-        LengthErrors(registry, length_errors)
-        self.worker_ttft = WorkerTtft(registry)
-        self.prefixes = PrefixSums(registry)
-        self.stage_s = StageSums(registry, "ttft_stage_seconds", "Parts of the time to first token, summed.")
+        self.move_gains = MoveGains()
+        self.worker_ttft: dict[str, TtftSums] = {}  # by name of the instance that has prefilled
+        self.prefixes: dict[str, tuple[int, int, int]] = {}  # by instance: tokens predicted, hit, and of the prompts
+        self._stage_s: Sequence[float] = ()  # one for each of ``STAGES``; there from the first time
+        self._register_sums(length_errors)
         self.decision_s = Durations(registry, "decision_seconds", "Time of the control plane for one dispatch.")
         ProcessCollector("pla_router", registry=registry)  # of the control process; its start shows restarts
         registry.register(self)
 
+    def _register_sums(self, length_errors: Callable[[], Mapping[tuple[int, int], ErrorSums]]) -> None:
+        registry = self._registry
+        KeptSums(registry, "reason", _MOVE_SUMS, lambda: self.move_gains.by_reason)
+        KeptSums(registry, "generated length", _LENGTH_SUMS, lambda: _read_length_errors(length_errors()))
+        KeptSums(registry, "worker", _TTFT_SUMS, lambda: _read_ttft(self.worker_ttft))
+        KeptSums(registry, "worker", _PREFIX_SUMS, lambda: self.prefixes)
+        KeptSums(registry, "stage", _STAGE_SUMS, self._read_stages)
+
     def on_relay(self, report: RelayReport) -> None:
         self._reports[report.relay] = report
+
+    def note_start(self, outcome: str, age_s: float | None = None) -> None:
+        """The start of an instance is over. ``age_s``: how long one took that is ready."""
+        self._starts.inc(outcome)
+        if age_s is not None:
+            self._start_s.observe(age_s)
+
+    def note_ttft(self, worker: str, measured_s: float, predicted_s: float | None) -> None:
+        """From dispatch to first token, beside what was predicted. ``worker``: the one that has prefilled, by name.
+
+        Requests without a prediction, and the first ones of a pair, which wait for its connection, are left out.
+        """
+        if predicted_s is None:
+            return
+        sums = self.worker_ttft.get(worker)
+        if sums is None:
+            sums = self.worker_ttft[worker] = TtftSums()
+        sums.add_request(measured_s, predicted_s)
+
+    def note_prefix(self, worker: str, predicted_tokens: int, hit_tokens: int, prompt_tokens: int) -> None:
+        """What the prefix index took for cached at the dispatch, and what was, as the answer says."""
+        predicted, hit, prompt = self.prefixes.get(worker, (0, 0, 0))
+        self.prefixes[worker] = predicted + predicted_tokens, hit + hit_tokens, prompt + prompt_tokens
+
+    def add_stages(self, seconds: Sequence[float] | None) -> None:
+        """One for each of ``STAGES``; None: of a request without a first token."""
+        if seconds is not None:
+            sums = self._stage_s
+            self._stage_s = [a + b for a, b in zip(sums, seconds, strict=True)] if sums else seconds
+
+    def describe_prefixes(self) -> dict[str, dict[str, int]]:
+        """For /pla/state."""
+        names = ("predicted_tokens", "hit_tokens", "prompt_tokens")
+        return {worker: dict(zip(names, sums, strict=True)) for worker, sums in self.prefixes.items()}
+
+    def _read_stages(self) -> Kept:
+        return {stage.removesuffix("_s"): (total_s,) for stage, total_s in zip(STAGES, self._stage_s, strict=False)}
 
     def render_text(self) -> bytes:
         """In Prometheus' text format."""
@@ -106,167 +152,91 @@ class _UnderAllNames(Collector):
         return with_former_names(self._collected.collect())
 
 
-class _Named(Collector):
-    """Counted in plain Python, as a request is counted ten times; turned into samples when somebody asks.
+class LabelledCounter(Collector):
+    """A counter by labels, in plain Python, as a request is counted ten times.
 
     Prometheus' own counters lock and check at each step, for threads that do not exist here.
     """
 
-    def __init__(self, registry: CollectorRegistry, name: str, text: str) -> None:
-        self._name, self._text = f"pla_router_{name}", text
-        registry.register(self)
-
-
-class LabelledCounter(_Named):
-    """A counter by labels."""
-
     def __init__(self, registry: CollectorRegistry, name: str, text: str, *labels: str) -> None:
-        super().__init__(registry, name, text)
-        self._labels = labels
+        self._name, self._text, self._labels = name, text, labels
         self._counts: dict[tuple[str, ...], float] = {}
+        registry.register(self)
 
     def inc(self, *labels: str, by: float = 1.0) -> None:
         self._counts[labels] = self._counts.get(labels, 0.0) + by
 
     def collect(self) -> Iterator[Metric]:
-        family = CounterMetricFamily(self._name, self._text, labels=self._labels)
-        for labels, count in self._counts.items():
-            family.add_metric(labels, count)
-        yield family
+        yield counter_family(self._name, self._text, self._labels, self._counts.items())
 
 
-class WorkerTtft(Collector):
-    """Time from dispatch to first token by instance, beside what was predicted; sums, so that any span has means.
+class KeptSums(Collector):
+    """Counters whose values are kept elsewhere, in plain Python, and read at each scrape.
 
-    Requests without a prediction, and the first ones of a pair, which wait for its connection, are left out.
+    Args:
+        labels: their names, in one string.
+        sums: name and text of each counter.
+        read: by labels, a value for each of them.
     """
 
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self.by_worker: dict[str, TtftSums] = {}
-        registry.register(self)
-
-    def observe(self, worker: str, measured_s: float, predicted_s: float | None) -> None:
-        """``worker``: the instance that has prefilled, by name."""
-        if predicted_s is None:
-            return
-        sums = self.by_worker.get(worker)
-        if sums is None:
-            sums = self.by_worker[worker] = TtftSums()
-        sums.add_request(measured_s, predicted_s)
-
-    def collect(self) -> Iterator[Metric]:
-        for name, text, read in (
-            ("first_tokens", "First tokens of requests with a prediction.", lambda sums: sums.count),
-            ("ttft_seconds", "From dispatch to first token, summed.", lambda sums: sums.measured_s),
-            ("predicted_ttft_seconds", "What was predicted for these, summed.", lambda sums: sums.predicted_s),
-            ("ttft_error_seconds", "Absolute differences of the two, summed.", lambda sums: sums.error_s),
-        ):
-            family = CounterMetricFamily(f"pla_router_worker_{name}", text, labels=("worker",))
-            for worker, sums in self.by_worker.items():
-                family.add_metric((worker,), read(sums))
-            yield family
-
-
-class PrefixSums(Collector):
-    """Prompt tokens by instance: how many the prefix index took for cached at the dispatch, and how many were.
-
-    Of requests whose answers say the latter, all of the same ones.
-    """
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self.by_worker: dict[str, tuple[int, int, int]] = {}  # predicted, hit, prompt
-        registry.register(self)
-
-    def add_request(self, worker: str, predicted_tokens: int, hit_tokens: int, prompt_tokens: int) -> None:
-        """``worker``: the instance that has prefilled, by name."""
-        predicted, hit, prompt = self.by_worker.get(worker, (0, 0, 0))
-        self.by_worker[worker] = predicted + predicted_tokens, hit + hit_tokens, prompt + prompt_tokens
-
-    def to_dict(self) -> dict[str, dict[str, int]]:
-        """For /pla/state."""
-        names = ("predicted_tokens", "hit_tokens", "prompt_tokens")
-        return {worker: dict(zip(names, sums, strict=True)) for worker, sums in self.by_worker.items()}
-
-    def collect(self) -> Iterator[Metric]:
-        for place, (name, text) in enumerate(
-            (
-                ("predicted", "Prompt tokens that the prefix index took for cached."),
-                ("hit", "Prompt tokens of the same requests that were cached, as their answers say."),
-                ("prompt", "Prompt tokens of the same requests."),
-            )
-        ):
-            family = CounterMetricFamily(f"pla_router_prefix_{name}_tokens", text, labels=("worker",))
-            for worker, sums in self.by_worker.items():
-                family.add_metric((worker,), sums[place])
-            yield family
-
-
-class LengthErrors(Collector):
-    """Predictions of answers that have ended, how far they were off, and how far the best constant was; sums."""
-
-    def __init__(self, registry: CollectorRegistry, read: Callable[[], Mapping[tuple[int, int], ErrorSums]]) -> None:
-        self._read = read
+    def __init__(
+        self, registry: CollectorRegistry, labels: str, sums: Sequence[tuple[str, str]], read: Callable[[], Kept]
+    ) -> None:
+        self._labels, self._sums, self._read = labels.split(), sums, read
         registry.register(self)
 
     def collect(self) -> Iterator[Metric]:
-        for name, text, value_of in (
-            ("predictions", "Predictions of answers that have ended.", lambda sums: sums.count),
-            ("error_tokens", "Their absolute errors, summed.", lambda sums: sums.error_tokens),
-            ("constant_error_tokens", "Those of the best constant, summed.", lambda sums: sums.constant_error_tokens),
-        ):
-            family = CounterMetricFamily(f"pla_router_length_{name}", text, labels=("generated", "length"))
-            for (generated, length), sums in self._read().items():
-                family.add_metric((str(generated), str(length)), value_of(sums))
-            yield family
+        rows = [((key,) if isinstance(key, str) else key, values) for key, values in self._read().items()]
+        for place, (name, text) in enumerate(self._sums):
+            yield counter_family(name, text, self._labels, ((key, values[place]) for key, values in rows))
 
 
-class StageSums(_Named):
-    """Seconds by stage, always added to together; there from the first time."""
+_MOVE_SUMS = (
+    ("judged_migrations", "Moves of requests that have ended, by why they moved."),
+    ("migration_expected_seconds", "Rest of their answers at the token interval before the move, summed."),
+    ("migration_measured_seconds", "What the rest took, with the pause, summed."),
+)
+_LENGTH_SUMS = (
+    ("length_predictions", "Predictions of answers that have ended."),
+    ("length_error_tokens", "Their absolute errors, summed."),
+    ("length_constant_error_tokens", "Those of the best constant, summed."),
+)
+_TTFT_SUMS = (
+    ("worker_first_tokens", "First tokens of requests with a prediction."),
+    ("worker_ttft_seconds", "From dispatch to first token, summed."),
+    ("worker_predicted_ttft_seconds", "What was predicted for these, summed."),
+    ("worker_ttft_error_seconds", "Absolute differences of the two, summed."),
+)
+_PREFIX_SUMS = (
+    ("prefix_predicted_tokens", "Prompt tokens that the prefix index took for cached."),
+    ("prefix_hit_tokens", "Prompt tokens of the same requests that were cached, as their answers say."),
+    ("prefix_prompt_tokens", "Prompt tokens of the same requests."),
+)
+_STAGE_SUMS = (("ttft_stage_seconds", "Parts of the time to first token, summed."),)
 
-    _sums: Sequence[float] = ()
 
-    def add_stages(self, seconds: Sequence[float] | None) -> None:
-        """One for each of ``STAGES``; None: of a request without a first token."""
-        if seconds is not None:
-            self._sums = [a + b for a, b in zip(self._sums, seconds, strict=True)] if self._sums else seconds
-
-    def collect(self) -> Iterator[Metric]:
-        family = CounterMetricFamily(self._name, self._text, labels=("stage",))
-        for stage, total_s in zip(STAGES, self._sums, strict=False):
-            family.add_metric((stage.removesuffix("_s"),), total_s)
-        yield family
+def _read_ttft(by_worker: Mapping[str, TtftSums]) -> Kept:
+    return {worker: (sums.count, sums.measured_s, sums.predicted_s, sums.error_s) for worker, sums in by_worker.items()}
 
 
-class Durations(_Named):
+def _read_length_errors(errors: Mapping[tuple[int, int], ErrorSums]) -> Mapping[tuple[str, ...], Sequence[float]]:
+    return {
+        (str(generated), str(length)): (sums.count, sums.error_tokens, sums.constant_error_tokens)
+        for (generated, length), sums in errors.items()
+    }
+
+
+class Durations(Collector):
     """A histogram of seconds."""
 
     def __init__(self, registry: CollectorRegistry, name: str, text: str, bounds_s: Sequence[float] = SECONDS) -> None:
-        super().__init__(registry, name, text)
+        self._name, self._text = f"pla_router_{name}", text
         self._buckets = Buckets(bounds_s)
         self.observe = self._buckets.observe
+        registry.register(self)
 
     def collect(self) -> Iterator[Metric]:
         yield HistogramMetricFamily(self._name, self._text, self._buckets.to_samples(), self._buckets.sum_s)
-
-
-class InstanceStarts:
-    """Instances that a planner has ordered."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._ends = LabelledCounter(
-            registry, "instance_starts", "Instances that the planner has ordered, by how that ended.", "outcome"
-        )
-        for outcome in ("ready", "failed", "expired"):
-            self._ends.inc(outcome, by=0.0)  # else Prometheus sees no increase when the first one ends
-        self._ready_s = Durations(
-            registry, "instance_start_seconds", "From the order of an instance until it is ready.", _STARTS_S
-        )
-
-    def note_start(self, outcome: str, age_s: float | None = None) -> None:
-        """``age_s``: how long one took that is ready."""
-        self._ends.inc(outcome)
-        if age_s is not None:
-            self._ready_s.observe(age_s)
 
 
 def _make_families(kind: Any, rows: Iterable[Row]) -> Iterable[Metric]:

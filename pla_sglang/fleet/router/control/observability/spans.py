@@ -15,7 +15,6 @@ from pla_sglang.fleet.router.control.requests.request_record import RequestRecor
 from pla_sglang.fleet.router.wire.inference import BY_ENDPOINT
 from pla_sglang.fleet.router.wire.messages import Endpoint, Outcome
 
-ROUTES = {endpoint: name for endpoint, (name, _) in BY_ENDPOINT.items()}
 # gen_ai.operation.name of OpenTelemetry's semantic conventions; /generate takes a text and goes on with it
 OPERATIONS = {
     Endpoint.GENERATE: "text_completion",
@@ -49,7 +48,7 @@ class Part(NamedTuple):
 
 
 def name_of(record: RequestRecord) -> str:
-    return f"POST {ROUTES[record.ask.endpoint]}"
+    return f"POST {BY_ENDPOINT[record.ask.endpoint].name}"
 
 
 def parts(record: RequestRecord) -> list[Part]:
@@ -83,7 +82,7 @@ def attributes(record: RequestRecord, policy: str) -> dict[str, Value]:
     label = None if end is None else end.outcome.label
     told: dict[str, Value | None] = {
         "http.request.method": "POST",
-        "http.route": ROUTES[record.ask.endpoint],
+        "http.route": BY_ENDPOINT[record.ask.endpoint].name,
         "url.scheme": "http",
         "http.request.body.size": record.ask.body_bytes,
         "http.response.status_code": None if end is None else end.status or None,

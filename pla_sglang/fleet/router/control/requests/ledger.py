@@ -79,6 +79,10 @@ class Ledger:
         self.late_events = 0  # after the end: normal where two processes see the same failure
         self.unknown_events = 0
 
+    def is_named(self, rid: str, rids: Sequence[str]) -> bool:
+        """True if instances may know a prompt of a batch by ``rid``, or a request or such a one by one of ``rids``."""
+        return rid in self.batch_rids or any(name in self.records or name in self.batch_rids for name in rids)
+
     # -- the life of a request ---------------------------------------------------------------------------------------
 
     def open(self, record: RequestRecord) -> None:
@@ -341,8 +345,3 @@ def draw_room(rooms: dict[int, str], rid: str) -> int:
         room = (drawn >> PLACE_BITS) * ROOM_SPACING + (drawn & ((1 << PLACE_BITS) - 1))
     rooms[room] = rid
     return room
-
-
-def is_named(ledger: Ledger, rid: str, rids: Sequence[str]) -> bool:
-    """True if instances may know a prompt of a batch by ``rid``, or a request or such a prompt by one of ``rids``."""
-    return rid in ledger.batch_rids or any(name in ledger.records or name in ledger.batch_rids for name in rids)

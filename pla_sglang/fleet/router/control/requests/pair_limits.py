@@ -18,7 +18,7 @@ _UNIFIED = InstanceKind.UNIFIED
 
 def needs_whole(ask: Ask) -> bool:
     """True if no pair can serve the request."""
-    return ask.samples > 1 or ask.continues_session or not BY_ENDPOINT[ask.endpoint][1].pairs
+    return ask.samples > 1 or ask.continues_session or not BY_ENDPOINT[ask.endpoint].pairs
 
 
 def choose_whole(ask: Ask, view: RequestView, runner: PairRunner) -> Choice | None:
@@ -26,7 +26,7 @@ def choose_whole(ask: Ask, view: RequestView, runner: PairRunner) -> Choice | No
     a stateless one; None: ask the policy."""
     if ask.samples > 1 or ask.continues_session:
         return runner.choose_whole(view)
-    if BY_ENDPOINT[ask.endpoint][1].pairs or all(one.kind is _UNIFIED for one in runner.visible().ready):
+    if BY_ENDPOINT[ask.endpoint].pairs or all(one.kind is _UNIFIED for one in runner.visible().ready):
         return None
     return runner.choose_whole(view)
 
@@ -38,11 +38,6 @@ def judge_pair(ask: Ask, table: WorkerTable) -> Verdict | None:
         return None
     if any(worker.view.kind in SERVES_WHOLE and worker.description for worker in table):
         return Verdict(False, AdmissionReason.NO_INSTANCE, RETRY_NO_INSTANCE_S)
-    if not BY_ENDPOINT[ask.endpoint][1].pairs:
+    if not BY_ENDPOINT[ask.endpoint].pairs:
         return Verdict(False, AdmissionReason.UNIFIED_ONLY)
     return Verdict(False, AdmissionReason.SESSIONS if ask.continues_session else AdmissionReason.SAMPLES)
-
-
-def decodes_after(ask: Ask) -> bool:
-    """True if the model goes on behind the prompt; else the answer is read off the prefill."""
-    return BY_ENDPOINT[ask.endpoint][1].generates

@@ -25,9 +25,11 @@ from pla_sglang.load.prefix_index import PrefixIndex, byte_block_keys
 from pla_sglang.policy.interface.fleet import InstanceView
 
 Encode = Callable[[str], int]  # text -> its number of tokens
+REMEMBERED_TEXTS = 4096  # whose length is known without tokenizing them again
+AVERAGED_TEXTS = 200  # tokenized ones, over which the ratio of bytes to tokens is averaged
 CHAT_TOKENS_A_MESSAGE = 5  # role and separators of common templates
 _PROMPT_KEYS = {
-    endpoint: tuple(b'"%s"' % member.encode() for member in path.prompt) for endpoint, (_, path) in BY_ENDPOINT.items()
+    endpoint: tuple(b'"%s"' % member.encode() for member in path.prompt) for endpoint, path in BY_ENDPOINT.items()
 }
 
 
@@ -38,9 +40,6 @@ class PromptKnobs:
     tokenize_bytes: int = knob(
         8192, "--tokenize-bytes", "longer bodies are estimated", allowed=Range(0, unit="bytes"), heading="prompts"
     )
-    cached: int = knob(4096, allowed=Range(1))  # texts whose length is remembered
-    bytes_per_token: float = knob(4.0, allowed=Range(0.1))  # start of the learned ratio
-    memory: float = knob(200.0, allowed=Range(1))  # tokenized texts over which the ratio is averaged
 
     def __post_init__(self) -> None:
         check_fields(self, "tokenize")
@@ -73,7 +72,7 @@ class Prompts:
         self.tokenized = 0
         self.estimated = 0
         self._knobs = knobs
-        self.bytes_per_token = knobs.bytes_per_token  # as learned so far
+        self.bytes_per_token = BYTES_PER_TOKEN  # as learned so far
         self._lengths: OrderedDict[bytes, int] = OrderedDict()
 
     def measure_prompt(self, ask: Ask) -> Prompt:
@@ -81,7 +80,7 @@ class Prompts:
         body = ask.body
         if body is None:
             return Prompt(max(1, ask.input_tokens), ask.exact_tokens)
-        path = BY_ENDPOINT[ask.endpoint][1]
+        path = BY_ENDPOINT[ask.endpoint]
         start = _start_of_prompt(body, ask.endpoint)
         # Of what an instance has read without going on with it, it need not have kept anything.
         keys = tuple(byte_block_keys(body[start:], salt=ask.endpoint.name.encode())) if path.generates else ()
@@ -134,18 +133,18 @@ class Prompts:
         if texts is None:
             return None
         tokens = sum(map(self.encode, texts))
-        if "messages" in BY_ENDPOINT[endpoint][1].prompt:
+        if "messages" in BY_ENDPOINT[endpoint].prompt:
             tokens += CHAT_TOKENS_A_MESSAGE * len(texts)
         self.tokenized += 1
         self._learn_ratio(sum(len(text.encode("utf-8", "surrogatepass")) for text in texts), tokens)
         self._lengths[key] = tokens
-        if len(self._lengths) > self._knobs.cached:
+        if len(self._lengths) > REMEMBERED_TEXTS:
             self._lengths.popitem(last=False)
         return tokens
 
     def _learn_ratio(self, size_bytes: int, tokens: int) -> None:
         if tokens and size_bytes:
-            weight = 1 / min(self._knobs.memory, self.tokenized)
+            weight = 1 / min(AVERAGED_TEXTS, self.tokenized)
             self.bytes_per_token += weight * (size_bytes / tokens - self.bytes_per_token)
 
 
@@ -157,7 +156,7 @@ def prompt_texts(body: bytes, endpoint: Endpoint) -> list[str] | None:
         return None
     if not isinstance(parsed, dict):
         return None
-    path = BY_ENDPOINT[endpoint][1]
+    path = BY_ENDPOINT[endpoint]
     if path.each_item or "input_ids" in parsed:
         return None
     texts: list[str] = []

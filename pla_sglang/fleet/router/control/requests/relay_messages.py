@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pla_sglang.fleet.router.control.requests.request_record import MoveKind, RequestRecord
+from pla_sglang.fleet.router.control.requests.request_record import Attempt, RequestRecord
 from pla_sglang.fleet.router.control.workers.table import Worker
 from pla_sglang.fleet.router.wire import messages as m
 from pla_sglang.fleet.router.wire.inference import BY_ENDPOINT, PATHS
@@ -41,43 +41,25 @@ _TEXT = {
 }
 
 
-def assign_message(record: RequestRecord, reason: str) -> m.Assign:
-    attempt = record.present
-    prefill, decode = attempt.prefill, attempt.decode
-    assert prefill is not None and decode is not None
-    if prefill is decode:
-        return m.Assign(record.rid, attempt.number, decode.number, reason=reason)
-    assert attempt.room is not None and prefill.description is not None
-    return m.Assign(
-        record.rid,
-        attempt.number,
-        decode.number,
-        prefill.number,
-        bootstrap_host=prefill.address.host,
-        bootstrap_port=prefill.description.bootstrap_port or 0,
-        bootstrap_room=attempt.room,
-        reason=reason,
-    )
-
-
-def candidate_message(record: RequestRecord, source: Worker, *, held_tokens: int) -> m.Assign:
-    """To the relay of a request that ``source`` holds behind ``held_tokens`` of its answer."""
-    attempt = record.candidate
-    assert attempt is not None and attempt.decode is not None
-    if attempt.how is MoveKind.REDO:
-        return m.Assign(
-            record.rid, attempt.number, attempt.decode.number, reason=attempt.cause, held_tokens=held_tokens
-        )
+def assign_message(
+    record: RequestRecord, attempt: Attempt, source: Worker | None, *, reason: str, held_tokens: int | None = None
+) -> m.Assign:
+    """``source``: whose KV cache goes to the attempt's decode instance; None: nobody's. ``held_tokens``: as in
+    ``Assign``."""
+    assert attempt.decode is not None
+    rid, number, decode = record.rid, attempt.number, attempt.decode.number
+    if source is None:
+        return m.Assign(rid, number, decode, reason=reason, held_tokens=held_tokens)
     assert attempt.room is not None and source.description is not None
     return m.Assign(
-        record.rid,
-        attempt.number,
-        attempt.decode.number,
+        rid,
+        number,
+        decode,
         source.number,
         bootstrap_host=source.address.host,
         bootstrap_port=source.description.bootstrap_port or 0,
         bootstrap_room=attempt.room,
-        reason=attempt.cause,
+        reason=reason,
         held_tokens=held_tokens,
     )
 
@@ -85,7 +67,9 @@ def candidate_message(record: RequestRecord, source: Worker, *, held_tokens: int
 def refuse_message(ask: m.Ask, verdict: Verdict, *, over: int = 0) -> m.Refuse:
     """``over``: number of the attempt that the question named; 0: none."""
     reason = verdict.reason
-    name, path = BY_ENDPOINT[ask.endpoint]
+    path = BY_ENDPOINT[ask.endpoint]
     needs = "it needs an embedding model (--is-embedding)" if path.embeds else "it needs a model that generates"
-    text = _TEXT[reason].replace("{path}", name).replace("{needs}", needs).replace("{tokens}", str(ask.input_tokens))
+    text = (
+        _TEXT[reason].replace("{path}", path.name).replace("{needs}", needs).replace("{tokens}", str(ask.input_tokens))
+    )
     return m.Refuse(ask.rid, _STATUS.get(reason, 429), reason.value, text, verdict.retry_after_s, over)

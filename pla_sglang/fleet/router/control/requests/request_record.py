@@ -17,7 +17,7 @@ import msgspec
 from pla_sglang.common.errors import IllegalMoveError
 from pla_sglang.fleet.router.attempt_rules import LOSSES
 from pla_sglang.fleet.router.control.requests.prompts import Prompt
-from pla_sglang.fleet.router.control.requests.targets import Target, find_tpot_target, find_ttft_target
+from pla_sglang.fleet.router.control.requests.targets import TPOT_MEMBER, TTFT_MEMBER, Target, find_target
 from pla_sglang.fleet.router.control.workers.table import Worker
 from pla_sglang.fleet.router.wire.messages import Ask, Cause, Leg, Outcome, Over
 from pla_sglang.fleet.router.wire.rids import rid_at_instance
@@ -318,10 +318,6 @@ class RequestRecord(msgspec.Struct, gc=False, eq=False):
         """When its first token is due: the target counts from its arrival, whatever attempt this is."""
         return self.ask.arrived_s + self.ttft.slo_s
 
-    def is_single(self) -> bool:
-        """One prompt, one answer: an instance that has answered with an error holds nothing of it."""
-        return self.ask.prompts == 1 and self.ask.samples == 1
-
     def next_attempt(self, cause: str, *, how: MoveKind | None = None, delivered_tokens: int = 0) -> Attempt:
         """Another one, which waits for an instance; the caller makes it the present one or the candidate."""
         self.last_number += 1
@@ -371,8 +367,8 @@ def record_of(
         ask if ask.body is None and over is None else msgspec.structs.replace(ask, body=None, over=None),
         view,
         prompt,
-        find_ttft_target(ask, default_ttft_slo_s),
-        find_tpot_target(ask, default_tpot_slo_s),
+        find_target(ask.body, TTFT_MEMBER, ask.ttft_slo_ms, default_ttft_slo_s),
+        find_target(ask.body, TPOT_MEMBER, ask.tpot_slo_ms, default_tpot_slo_s),
         present=former[0] if former else _NOWHERE,
         attempts=former,
         last_number=0 if over is None else over.attempt,

@@ -122,7 +122,7 @@ class RunningRequests:
             or record.state is not STREAMING
         ):
             return False
-        return record.is_single() and record.ask.stream and not self.orders.is_cooling_down(record)
+        return record.ask.is_single and record.ask.stream and not self.orders.is_cooling_down(record)
 
     def _predict(self, joined: Sequence[tuple[RequestRow, RequestRecord]], view: InstanceView) -> Floats:
         answers = (
@@ -144,7 +144,7 @@ class RunningRequests:
 
     def note_end(self, record: RequestRecord, tokens: int, *, whole: bool, at_s: float) -> None:
         """A request has ended after so many tokens of its answer; ``whole``: the model has ended it, or its limit."""
-        if self.lengths.is_blind or not record.is_single():  # of several answers only the sum of the tokens is known
+        if self.lengths.is_blind or not record.ask.is_single:  # of several answers only the sum of the tokens is known
             return
         limit_tokens = limit_of(record)
         ended = EndedAnswer(

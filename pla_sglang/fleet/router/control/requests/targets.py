@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import msgspec
 
 from pla_sglang.common.checks import SLO_RANGE_MS
-from pla_sglang.fleet.router.wire.messages import Ask
 
 TTFT_MEMBER, TPOT_MEMBER = "slo_ttft_ms", "slo_tpot_ms"
 
@@ -23,15 +22,8 @@ class Target(NamedTuple):
     source: str
 
 
-def find_ttft_target(ask: Ask, default_s: float) -> Target:
-    return _find_target(ask.body, TTFT_MEMBER, ask.ttft_slo_ms, default_s)
-
-
-def find_tpot_target(ask: Ask, default_s: float) -> Target:
-    return _find_target(ask.body, TPOT_MEMBER, ask.tpot_slo_ms, default_s)
-
-
-def _find_target(body: bytes | None, member: str, header_ms: float | None, default_s: float) -> Target:
+def find_target(body: bytes | None, member: str, header_ms: float | None, default_s: float) -> Target:
+    """``member``: of the body; ``header_ms``: as the header says."""
     if body is not None and b'"%s"' % member.encode() in body:
         asked_ms = _target_of_body(body, member)
         if asked_ms is not None:

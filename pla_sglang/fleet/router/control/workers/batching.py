@@ -6,7 +6,7 @@ import asyncio
 import logging
 from typing import Any
 
-from pla_sglang.fleet.router.control.workers.errors import NoResponseError, UnreachableError
+from pla_sglang.fleet.router.control.workers.errors import ControlError
 from pla_sglang.fleet.router.control.workers.instance_client import InstanceClient
 from pla_sglang.fleet.router.control.workers.table import Worker, WorkerState, WorkerTable
 from pla_sglang.fleet.router.control.workers.tasks import Tasks
@@ -59,7 +59,7 @@ class BatchingOrders:
             wanted = self._wanted
             try:
                 await client.set_batching(worker, wanted)
-            except (UnreachableError, NoResponseError) as error:
+            except ControlError as error:
                 logger.warning("worker %s does not know how to batch: %s", worker.view.name, error)
                 await asyncio.sleep(wait_s)
                 wait_s = min(2 * wait_s, RETRY_S[1])

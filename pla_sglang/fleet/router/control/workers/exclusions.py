@@ -150,7 +150,7 @@ class Exclusions:
 
 def find_unfit(ask: Ask, table: WorkerTable) -> Mapping[InstanceView, Exclusion]:
     """Who cannot serve the request at all, as instances say of themselves. One that has not said anything yet can."""
-    path = BY_ENDPOINT[ask.endpoint][1]
+    path = BY_ENDPOINT[ask.endpoint]
     wrong = table.models & {not path.generates} if path.generates or path.embeds else ()
     if not wrong and ask.adapter is None and ask.input_tokens < table.least_context_tokens:
         return _NONE  # as almost always
@@ -172,7 +172,7 @@ def judge_unfit(unfit: Mapping[InstanceView, Exclusion], table: WorkerTable) -> 
 
 
 def _why_unfit(ask: Ask, said: Description, *, adapter_is_named: bool) -> Exclusion | None:
-    path = BY_ENDPOINT[ask.endpoint][1]
+    path = BY_ENDPOINT[ask.endpoint]
     if (path.generates and said.generates is False) or (path.embeds and said.generates):
         return _MODEL
     if ask.adapter is not None and (said.adapters is None or (adapter_is_named and ask.adapter not in said.adapters)):

@@ -128,9 +128,6 @@ class Health:
             self.on_failure(worker, now_s, refused=probe is ProbeResult.REFUSED, detail=detail)
         return self.on_probe(worker, probe, now_s, detail)
 
-    def on_success(self, worker: Worker, now_s: float, rid: str) -> None:
-        worker.breaker.on_success(now_s, rid)
-
     def replace_worker(self, worker: Worker, reason: WorkerReason, now_s: float, detail: str = "") -> Worker | None:
         """The process is gone. A new worker waits at its address, unless this one was being removed, or drained by an
         operator: one that was told to end may be started again."""

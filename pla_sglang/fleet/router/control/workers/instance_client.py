@@ -3,10 +3,14 @@ request.
 
 The only file of the control plane that talks to instances. Every call has a time limit, and every failure is one of
 two kinds: nobody listens, or no proper answer.
+
+What is asked several times a second (``_poll``) goes over connections as relays have them: with the client library that
+serves the rarer calls, a poll blocked the control plane's event loop for about as long as twenty requests.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,14 +18,20 @@ import aiohttp
 import msgspec
 
 from pla_sglang.common.connection_errors import describe_connection_error
+from pla_sglang.common.secret_names import HIDDEN, hide_in_text
 from pla_sglang.fleet.router.control.workers.discovery import Address, Description, describe, polled_load
-from pla_sglang.fleet.router.control.workers.errors import NoResponseError, UnreachableError, WorkerError
-from pla_sglang.fleet.router.control.workers.polls import RESPONSE_BYTES, Polls, quote_response
+from pla_sglang.fleet.router.control.workers.errors import ControlError, NoResponseError, UnreachableError, WorkerError
 from pla_sglang.fleet.router.control.workers.table import Worker
+from pla_sglang.fleet.router.relay.proxied_call import RESPONSE_BYTES, WholeCall
+from pla_sglang.fleet.router.relay.upstream_connection import UpstreamPool
 from pla_sglang.fleet.router.tls import TlsContext
+from pla_sglang.fleet.router.wire.messages import FailureKind, WorkerEntry
 from pla_sglang.load.instance_load import InstanceLoad
 from pla_sglang.policy.dopd.batching import BatchingKnobs
 from pla_sglang.policy.interface.prefill import PrefillClass
+
+IDLE_S = 3.0  # as relays keep a connection
+QUOTED_CHARS = 200
 
 
 class InstanceClient:
@@ -37,10 +47,11 @@ class InstanceClient:
             headers=headers,
             trust_env=False,
         )
-        self._polls = Polls(tls, timeout_s=timeout_s, api_key=api_key)
+        self._timeout_s = timeout_s
+        self._polls = UpstreamPool(asyncio.get_running_loop(), tls, connect_timeout_s=timeout_s, idle_s=IDLE_S)
 
     async def close(self) -> None:
-        await self._polls.close_polls()
+        await self._polls.close_pool()
         await self._http.close()
 
     async def describe(self, address: Address, *, with_model: bool = False) -> Description:
@@ -63,7 +74,7 @@ class InstanceClient:
             raise
         try:
             return _object(content, url)
-        except (NoResponseError, WorkerError):
+        except ControlError:
             return {}
 
     async def health(self, address: Address) -> None:
@@ -72,15 +83,11 @@ class InstanceClient:
 
     async def is_ending(self, worker: Worker) -> bool:
         """True if the instance says that it was told to end (SIGTERM). Raises NoResponseError, WorkerError."""
-        target = "/pla/ending"
-        response = _object(await self._polls.fetch_body(worker, target), f"{worker.url}{target}")
-        return response.get("ending") is True
+        return (await self._poll(worker, "/pla/ending")).get("ending") is True
 
     async def loads(self, worker: Worker) -> InstanceLoad:
         """Raises NoResponseError, WorkerError."""
-        target = "/v1/loads?include=core"
-        response = _object(await self._polls.fetch_body(worker, target), f"{worker.url}{target}")
-        return polled_load(response, worker.view.kind)
+        return polled_load(await self._poll(worker, "/v1/loads?include=core"), worker.view.kind)
 
     async def set_class(self, worker: Worker, length_class: PrefillClass | None) -> None:
         """Where the instance has no classes, the pool is a matter of the router alone.
@@ -131,6 +138,31 @@ class InstanceClient:
             raise WorkerError(f"{url} answered {answers!r:.100}", status=502)
         return answers
 
+    async def _poll(self, worker: Worker, target: str) -> dict[str, Any]:
+        """Raises NoResponseError, also where nobody listens, and WorkerError."""
+        loop, url, address = asyncio.get_running_loop(), f"{worker.url}{target}", worker.address
+        done = asyncio.Event()
+        call = WholeCall(self._polls, loop, lambda _: done.set(), timeout_s=self._timeout_s)
+        kind, api_key = worker.view.kind.value, self._keys[0]
+        entry = WorkerEntry(
+            worker.number, worker.view.name, address.host, address.port, kind, api_key=api_key, tls=address.tls
+        )
+        call.send_request(entry, "GET", target, admin=False)
+        try:
+            await done.wait()
+        finally:
+            call.on_disconnect("")
+        why = call.detail
+        if call.failure is FailureKind.TIMEOUT:
+            why = f"no answer within {self._timeout_s:g} s"
+        elif call.failure is None and call.status >= 400:
+            why = f"answered {call.status}: {quote_response(call.body, *self._keys)}"
+        elif call.is_too_long:
+            why = f"answered {call.detail}"
+        elif call.failure is None:
+            return _object(call.body, url)
+        raise NoResponseError(f"{url}: {why}", call.status)
+
     async def _call(self, method: str, url: str, body: Mapping[str, Any] | None = None) -> bytes:
         """Those with a body are an operator's: they bring the admin key, where there is one. No answer sends a request,
         and with it a key, elsewhere: a redirect is an error."""
@@ -153,6 +185,15 @@ class InstanceClient:
             raise UnreachableError(f"{url}: {describe_connection_error(error)}") from None
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
             raise NoResponseError(f"{url}: {describe_connection_error(error)}") from None
+
+
+def quote_response(body: bytes, *keys: str) -> str:
+    """The beginning of an answer, for logs and operators' pages. An instance may repeat what it was sent: not ``keys``,
+    nor other secrets."""
+    text = body[:4096].decode("utf-8", "replace")
+    for key in keys:
+        text = text.replace(key, HIDDEN) if key else text
+    return hide_in_text(text)[:QUOTED_CHARS]
 
 
 def _object(data: bytes, url: str) -> dict[str, Any]:

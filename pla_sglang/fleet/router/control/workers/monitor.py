@@ -19,7 +19,7 @@ import zmq
 from pla_sglang.common.errors import ConfigError
 from pla_sglang.fleet.router.control.workers.abort_order import AbortOrder
 from pla_sglang.fleet.router.control.workers.discovery import Description, polled_load
-from pla_sglang.fleet.router.control.workers.errors import NoResponseError, UnreachableError, WorkerError
+from pla_sglang.fleet.router.control.workers.errors import ControlError, NoResponseError, UnreachableError, WorkerError
 from pla_sglang.fleet.router.control.workers.health import Health, ProbeResult
 from pla_sglang.fleet.router.control.workers.instance_client import InstanceClient
 from pla_sglang.fleet.router.control.workers.published_load import PublishedLoads
@@ -166,28 +166,18 @@ class InstanceMonitor:
 
     async def _verify(self, worker: Worker) -> None:
         """SGLang's /health generates a token: a scheduler that hangs does not answer."""
-        probe, detail, began_s = ProbeResult.OK, "", self._clock()
-        try:
-            await self._client.health(worker.address)
+        began_s = self._clock()
+        probe, detail = await _find_result(self._client.health(worker.address))
+        if probe is ProbeResult.OK:
             worker.heard_s = self._clock()
-        except UnreachableError as error:
-            probe, detail = ProbeResult.REFUSED, str(error)
-        except NoResponseError as error:
-            probe, detail = ProbeResult.FAILED, str(error)
         self._health.on_verified(worker, probe, self._clock(), detail, began_s=began_s)
 
     async def _check(self, worker: Worker) -> None:
         """One that serves is asked what it is: its scheduler must answer, and no token is generated for it. Before one
         is let in (again), SGLang's /health generates a token there."""
-        probe, detail = ProbeResult.OK, ""
-        try:
-            await self._describe(worker)
-            if worker.state in (WorkerState.STARTING, WorkerState.SUSPECT):
-                await self._client.health(worker.address)
-        except UnreachableError as error:
-            probe, detail = ProbeResult.REFUSED, str(error)
-        except (NoResponseError, WorkerError) as error:
-            probe, detail = ProbeResult.FAILED, str(error)
+        probe, detail = await _find_result(self._describe(worker))
+        if probe is ProbeResult.OK and worker.state in (WorkerState.STARTING, WorkerState.SUSPECT):
+            probe, detail = await _find_result(self._client.health(worker.address))
         self._health.on_probe(worker, probe, self._clock(), detail)
 
     async def _describe(self, worker: Worker) -> None:
@@ -272,7 +262,7 @@ class InstanceMonitor:
     async def _poll(self, worker: Worker) -> None:
         try:
             load = await self._client.loads(worker)
-        except (UnreachableError, NoResponseError, WorkerError):
+        except ControlError:
             return  # health checks judge; a load that is not known is corrected by what was sent
         self.polls += 1
         if worker.state is not WorkerState.DEAD:
@@ -281,18 +271,16 @@ class InstanceMonitor:
 
     # -- orders ------------------------------------------------------------------------------------------------------
 
-    def set_class(self, view: InstanceView, length_class: PrefillClass | None) -> None:
-        """The policy has moved an instance to another pool; the instance is told, which may fail."""
-        self._tell_class(self._table.of(view))
-
     def _tell_classes(self) -> None:
         """Whose class is not the one it was told; a newcomer changes that of an instance that was alone."""
         for worker in self._table:
             known = worker.number in self._classes and self._classes[worker.number] is worker.view.length_class
             if not known:
-                self._tell_class(worker)
+                self.tell_class(worker.view)
 
-    def _tell_class(self, worker: Worker) -> None:
+    def tell_class(self, view: InstanceView) -> None:
+        """The policy has moved an instance to another pool, or it is new; it is told, which may fail."""
+        worker = self._table.of(view)
         said = worker.description
         if said is None or not said.has_role or not self._table.pools:
             return
@@ -307,7 +295,7 @@ class InstanceMonitor:
             length_class = worker.view.length_class
             try:
                 await self._client.set_class(worker, length_class)
-            except (UnreachableError, NoResponseError) as error:
+            except ControlError as error:
                 worker.detail = f"{UNTOLD}: {error}"
                 logger.warning("worker %s: %s", worker.view.name, worker.detail)
                 await asyncio.sleep(wait_s)
@@ -333,7 +321,7 @@ class InstanceMonitor:
                     await asyncio.sleep(wait_s)
                     for rid in order.rids:
                         await self._client.abort(worker, rid)
-            except (UnreachableError, NoResponseError) as error:
+            except ControlError as error:
                 if isinstance(error, NoResponseError) and error.status:  # else it is ill or gone, as checks will tell
                     self._note_refused_abort(worker, error)
                 self.check_soon(worker)
@@ -349,3 +337,14 @@ class InstanceMonitor:
         if (worker.number, error.status) not in self._refused_aborts:
             self._refused_aborts.add((worker.number, error.status))
             logger.warning("worker %d (%s) refuses aborts: %s", worker.number, worker.url, error)
+
+
+async def _find_result(asked: Coroutine[Any, Any, None]) -> tuple[ProbeResult, str]:
+    """How a check has gone, and why it has not gone well."""
+    try:
+        await asked
+    except UnreachableError as error:
+        return ProbeResult.REFUSED, str(error)
+    except ControlError as error:
+        return ProbeResult.FAILED, str(error)
+    return ProbeResult.OK, ""

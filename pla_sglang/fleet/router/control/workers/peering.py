@@ -24,7 +24,7 @@ from collections.abc import Set as AbstractSet
 from typing import Any
 
 from pla_sglang.fleet.router.control.workers.discovery import Description
-from pla_sglang.fleet.router.control.workers.errors import NoResponseError, UnreachableError, WorkerError
+from pla_sglang.fleet.router.control.workers.errors import ControlError, UnreachableError
 from pla_sglang.fleet.router.control.workers.instance_client import InstanceClient
 from pla_sglang.fleet.router.control.workers.table import Worker, WorkerState, WorkerTable
 from pla_sglang.fleet.router.control.workers.tasks import Tasks
@@ -113,7 +113,7 @@ class Peering:
             peers = self._peers_of(worker)
             try:
                 states = await client.tell_peers(worker, self._told_to(worker, peers))
-            except (UnreachableError, NoResponseError, WorkerError) as error:
+            except ControlError as error:
                 self._note_not_configured(worker, error)
                 wait_s = None
             else:
