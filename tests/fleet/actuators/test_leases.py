@@ -18,7 +18,7 @@ from pla_sglang.fleet.actuators.kubernetes_lease import DURATION_S, KubernetesLe
 from pla_sglang.fleet.actuators.ray_actuator import LEASE_S, RETRY_S, RayLease
 from pla_sglang.fleet.router.control.scale_orders import FOLLOW_S
 
-AGAIN_S = 3.0  # for a helper to import Ray and to find its head
+AGAIN_S = 1.5  # for a helper to import Ray and to find its head
 SPAN_S, AWAY_AT_S = 90.0, 20.0
 
 
