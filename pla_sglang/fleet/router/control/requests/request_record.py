@@ -284,11 +284,12 @@ class RequestRecord(msgspec.Struct, gc=False, eq=False):
     @property
     def lost_early_s(self) -> float | None:
         """When it was lost with an instance, or could not go on at one, that it got nothing from; None: it was not."""
-        last = next((one for one in reversed(self.attempts) if one.over is not None), None)
-        if self.present.how is None or last is None or last.over is None or last.over.cause not in ENDS:
+        if self.present.how is None:  # as of nearly all
             return None
-        known = last.assigned_s is not None  # not in a former life of the control plane
-        return last.over.at_s if known and last.first_token_s is None else None
+        last = next((one for one in reversed(self.attempts) if one.over is not None), None)
+        if last is None or last.over is None or last.over.cause not in ENDS or last.first_token_s is not None:
+            return None
+        return None if last.assigned_s is None else last.over.at_s  # None: that was in a former life of this process
 
     def find_attempt(self, number: int) -> Attempt | None:
         return next((one for one in self.attempts if one.number == number), None)
