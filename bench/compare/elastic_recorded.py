@@ -108,4 +108,4 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-PAGES = {"elastic_recorded": page}
+PAGES = {"elastic_recorded": page, "elastic_mooncake": page}  # the second one: ``--traces mooncake --rate 3.4``
