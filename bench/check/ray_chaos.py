@@ -6,7 +6,7 @@ Two raylets on this machine, started for this; ``launch_cluster --on ray`` with 
 router, ``--migration on``. A day of traffic is replayed (prompts and answers in the lengths of chats), every token
 checked. Meanwhile an instance's actor is killed, and once the fleet is whole again, the raylet that does not have the
 head: its instances end with it, ``--lost-instances`` of them. Then a second replay begins, and the head's own process
-is killed. With several lost at once a stream may move from one to the next, be lost twice, and then be given up.
+is killed. With several lost at once a stream may move from one to the next, and goes on at one that is heard of.
 
 ``streams_hit``: streams that went on at another instance. ``whole_again_s``: from a kill until the fleet has all its
 instances and the router serves with all; the longer one. ``startup_s``: how much of that the instance itself took, from

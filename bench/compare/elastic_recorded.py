@@ -4,6 +4,8 @@ As ``elastic``, on the arrivals and lengths of recorded hours, at ``--rate`` req
 its changes come as many times faster, while instances take as long to start as they do. All arms begin with the
 smallest fixed fleet that has 95 % in target, as a recording begins in the middle of a load. An arm is a forecaster of
 planner ``dopd`` beside policy ``combined``. Targets are those of Arrow, Table 1.
+
+``mooncake`` is the hour of ``FAST25-release/traces`` of kvcache-ai/Mooncake, commit 3b5a59413395, as it is there.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ from pla_sglang.sim.workload import load_trace
 TRACES = {  # file in the folder of traces, targets
     "azure_conv": ("azure_conv_2023.csv.gz", SLOS["azure_conv"]),
     "azure_code": ("azure_code_2023.csv.gz", SLOS["azure_code"]),
+    "mooncake": ("conversation_trace.jsonl", SLOS["mooncake"]),
 }
+DEFAULT_TRACES = ("azure_conv", "azure_code")  # ``mooncake`` has prompts ten times as long, for another rate
 FORECASTERS = ("arima", "judged")
 ARM = "combined+dopd"
 BEGIN_TARGET = 0.95
@@ -76,7 +80,7 @@ def page(result: Result) -> str:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", type=Path, required=True, help="folder of the recorded traces")
-    parser.add_argument("--traces", default=",".join(TRACES), help="with commas between")
+    parser.add_argument("--traces", default=",".join(DEFAULT_TRACES), help=f"of {', '.join(TRACES)}")
     parser.add_argument("--rate", type=float, default=20.0, help="mean requests/s")
     add_fleet_arguments(parser)
     parser.add_argument("--out", type=Path, default=Path("bench_out"), help="folder of the result")
@@ -104,4 +108,4 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-PAGES = {"elastic_recorded": page}
+PAGES = {"elastic_recorded": page, "elastic_mooncake": page}  # the second one: ``--traces mooncake --rate 3.4``

@@ -20,6 +20,7 @@ _ALL = (
     Bench("check.poison.bench", "40 min", "engines"),
     Bench("check.ray_chaos", "6 min", "engines, Ray", results="emulated"),
     Bench("check.router_clients", "3 min", "engines"),
+    Bench("check.scaling", "20 min", "engines, Ray", results="emulated"),
     Bench("check.standby", "2 min", "engines", results="emulated"),
     Bench("check.survive", "20 min", "engines", results="emulated"),
     Bench("check.upgrade", "10 min", "engines, 2 SGLangs", results="emulated"),

@@ -137,6 +137,21 @@ def test_no_constant_has_to_be_exact(name: str, factor: float) -> None:
     assert after[1] == pytest.approx(before[1], abs=0.01)
 
 
+@pytest.mark.parametrize("times", [0.5, 1.0, 2.0])
+def test_what_is_served_is_what_was_asked_for(times: float) -> None:
+    """Half and twice the share that is missed, on the same days: it is the target, and has its price."""
+    rng = np.random.default_rng(7)
+    day = 10 + 8 * np.sin(2 * np.pi * np.arange(240) / 24)
+    values = (day * rng.lognormal(0.0, 0.15, 240)).tolist()
+    plain = JudgedKnobs()
+    missed = times * (1 - plain.served)
+    paid, served = hours(values, JudgedKnobs(served=1 - missed))
+    assert served == pytest.approx(1 - missed, abs=0.015)
+    before = hours(values, plain)[0]
+    dearer = {0.5: 1.10, 1.0: 1.0, 2.0: 0.88}[times]
+    assert paid / before == pytest.approx(dearer, abs=0.02)
+
+
 @given(st.lists(st.floats(0.01, 100), min_size=1, max_size=20), st.floats(0.05, 1.0))
 def test_the_level_is_enough_and_no_more(values: list[float], share: float) -> None:
     level = level_for(values, share)

@@ -17,10 +17,11 @@ from pla_sglang.policy.baselines.scalers import SlaScaler, ThresholdPlanner, Thr
 from pla_sglang.policy.common.fleet_policy import PLANNER_NAMES
 from pla_sglang.policy.common.load_meter import LoadSample
 from pla_sglang.policy.common.scaling import Limits, PhaseScaling, Scaling, Wanted, choose_leaving, steps_ahead
-from pla_sglang.policy.common.start_times import StartTimes
+from pla_sglang.policy.common.start_times import KEPT, StartTimes
 from pla_sglang.policy.dopd.labels import RatioController
 from pla_sglang.policy.dopd.planner import DopdController
 from pla_sglang.policy.dopd.total import TotalController
+from pla_sglang.policy.interface import fleet as policy_fleet
 from pla_sglang.policy.interface.decisions import (
     FleetAction,
     Hold,
@@ -385,6 +386,47 @@ def test_start_times_are_the_median_of_the_last() -> None:
     assert seen == [20.0, 160.0, 22.0, 24.0, 22.0]
     with pytest.raises(ConfigError, match="start-up seconds"):
         times.add(-1.0)
+
+
+@pytest.mark.parametrize(("kept", "odd", "followed"), [(KEPT // 2, 0, 2), (KEPT, 2, 3), (2 * KEPT, 4, 6)])
+def test_how_many_start_times_are_kept(kept: int, odd: int, followed: int) -> None:
+    """Half and twice as many: starts out of the ordinary that change nothing, and starts of another length until the
+    estimate is theirs."""
+
+    def estimate(slow: int) -> float | None:
+        times = StartTimes(kept)
+        for seconds in [20.0] * kept + [300.0] * slow:
+            times.add(seconds)
+        return times.estimate_s()
+
+    assert estimate(odd) == 20.0
+    assert estimate(odd + 1) != 20.0
+    assert [estimate(slow) == 300.0 for slow in range(followed + 1)] == [False] * followed + [True]
+
+
+@pytest.mark.parametrize("times", [0.5, 1.0, 2.0])
+def test_how_long_an_instance_is_cold(times: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half and twice as long, where passes of the first 6 s take eight times as long as they should, and later ones
+    1.2 times: predictions for all instances, over what they should be."""
+    monkeypatch.setattr(policy_fleet, "COLD_S", times * COLD_S)
+    policy = built("arrow", "dopd")
+    view = fleet(*[prefill() if role is Role.PREFILL else decode() for role in policy.roles])
+    runner = FleetRunner(policy, view, Effects())
+    predictor: Any = policy.dispatcher.predictor  # type: ignore[attr-defined]
+    fresh, warm = view.instances[:2]
+    fresh.ready_s = 100.0
+    factors = []
+    for half in range(80):
+        pass_s = predictor.curve(fresh).time_s(990, 0) * (8.0 if half < 12 else 1.2)
+        step = MeasuredPass(990, 990 * 990, 0, pass_s)
+        runner.prefilled(PrefillSample(fresh, 990, 990 * 990, 0, 1, pass_s, (step,)), 100.0 + half / 2)
+        factors.append(predictor.factor(warm))
+    if times < 1.0:
+        assert max(factors) > 4.0, "what is cold is taken for a load of all"
+        assert factors[40] > 1.3, "for a long time"
+    else:
+        assert max(factors) <= 1.2
+        assert factors[40 if times == 1.0 else 60] == pytest.approx(1.2, abs=0.03), "later by as much"
 
 
 def test_a_cold_instance_teaches_nobody() -> None:

@@ -13,7 +13,10 @@ from pla_sglang.fleet.actuators.interface import ActuatorError
 from pla_sglang.fleet.actuators.kubernetes_client import CONFLICT, NOT_FOUND, ApiError, KubernetesClient, Resource
 
 GROUP = "apis/coordination.k8s.io/v1"
-DURATION_S = 15  # as of Kubernetes' own leaders
+# As of Kubernetes' own leaders. Asked for each third, it outlives one answer that fails, so an API server that is away
+# for 5 s. With half of it such a one changes the owner; with twice as much nobody scales for half a minute where the
+# owner is gone.
+DURATION_S = 15
 
 
 class KubernetesLease:

@@ -25,8 +25,11 @@ ANSWER_TIMEOUT_S = 15.0
 PLACED_S = 60.0  # for a node to take an instance: Ray starts a process there first
 CONNECT_S = 60.0  # for the helper to import Ray and to find its head
 RETRY_S = 5.0  # between the end of a helper and the next one
-# An owner that says nothing for so long has lost the lease. It says so at each list, twice a second.
-LEASE_S = 10.0
+# An owner that says nothing for so long has lost the lease. It says so at each list, twice a second, and longest not
+# where its helper has ended: the next one begins RETRY_S later, and has found Ray after 1.5 s (two cores with a load of
+# 20). So twice RETRY_S. With half of it each helper that ends would change the owner; where the owner is gone nobody
+# scales for as long as it is.
+LEASE_S = 2 * RETRY_S
 
 
 class RayLease:

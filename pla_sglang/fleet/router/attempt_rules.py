@@ -51,9 +51,13 @@ class Rule(NamedTuple):
     text: str
 
 
-# What was running at the end of as many instances is sent to no other one, whatever ended them. An instance that gives
-# a request up lives on, so that is counted apart.
-LOST_LIMIT, ABORT_LIMIT, MOST_LOST = "instances lost", "instances that gave it up", 2
+# A request that ends engines does so in its first passes at each. So what an instance had got on with before it was
+# lost is no more likely to blame than what ran beside it. What got nothing from as many instances in a row is sent to
+# no other one, whatever ended them. An instance that gives a request up lives on: that is counted apart.
+LOST_LIMIT, ABORT_LIMIT, MOST_LOST = "instances lost in a row", "instances that gave it up", 2
+# In all, whatever it got from them: a request may end engines later than in its first passes. When machines end, one is
+# lost with two instances at most: that where it ran, and the next before it is known to be gone. Two such times.
+MOST_LOST_EVER = 4
 CONNECT, TRANSFER, FULL = "--connect-attempts", "--transfer-attempts", "--full-attempts"
 _FIELDS = {CONNECT: "connect_attempts", TRANSFER: "transfer_attempts", FULL: "full_attempts"}  # of ``RelayConfig``
 _LOST = "the instance that worked on this is lost"
@@ -99,6 +103,8 @@ RULES: Mapping[Cause, Rule] = {
 
 # Causes that lie with the instance, or with the connection to it: it is left out of what follows.
 LOSSES = frozenset({Cause.LOST, Cause.BROKEN, Cause.ABORTED, Cause.SILENT})
+# After these the instance may have ended, and others with it.
+ENDS = LOSSES - {Cause.ABORTED} | {Cause.NOT_SENT}
 _CAUSES: Mapping[FailureKind, Cause] = {  # what relays report of instances, as the end of an attempt
     FailureKind.CONNECT: Cause.NOT_SENT,
     FailureKind.LOST: Cause.LOST,
@@ -115,22 +121,42 @@ def judge_failure(kind: FailureKind) -> Evidence:
 
 
 def may_follow(
-    cause: Cause, times: Mapping[Cause, int], config: RelayConfig, *, shown: bool, single: bool, movable: bool
+    cause: Cause,
+    times: Mapping[Cause, int],
+    config: RelayConfig,
+    *,
+    shown: bool,
+    single: bool,
+    movable: bool,
+    got_on: bool = False,
+    lost: int = 0,
 ) -> bool:
     """True if a request whose attempt is over for ``cause`` may have another one.
 
     Args:
-        times: how many attempts of the request were over before, by cause.
+        times: how many attempts were over before, as ``count_over`` says.
         shown: its client has got something of the answer.
         single: it has one prompt and one answer.
         movable: as ``Who.MOVABLE`` wants it, with what the client has got.
+        got_on: its client has got something from this attempt.
+        lost: attempts that were over as one of ``LOSSES`` before.
     """
     rule = RULES[cause]
     who = rule.shown if shown else rule.unshown
     if who is Who.NONE or (who is Who.SINGLE and not single) or (who is Who.MOVABLE and not movable):
         return False
+    if rule.limit == LOST_LIMIT and (got_on or lost + 1 >= MOST_LOST_EVER):
+        return lost + 1 < MOST_LOST_EVER
     over = sum(count for other, count in times.items() if RULES[other].limit == rule.limit) if times else 0
     return over + 1 < find_most(rule.limit, config)
+
+
+def count_over(cause: Cause, times: Mapping[Cause, int], *, got_on: bool) -> Mapping[Cause, int]:
+    """``times`` with one more attempt that is over. One that its client has got something from begins the count anew,
+    but for those that were given up."""
+    if got_on:
+        times = {other: count for other, count in times.items() if RULES[other].limit == ABORT_LIMIT}
+    return times if got_on and RULES[cause].limit == LOST_LIMIT else {**times, cause: times.get(cause, 0) + 1}
 
 
 def find_most(limit: str, config: RelayConfig) -> int:

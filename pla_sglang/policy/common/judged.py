@@ -28,7 +28,8 @@ class JudgedKnobs:
     """Attributes:
     window: pairs that are looked at, as many as values of ARIMA's fits: all know the same past.
     first: pairs before the first choice, as many as values before ARIMA's first fit. Until then the first is asked.
-    served: share of the load at which prices are compared, a usual target.
+    served: share of the load at which prices are compared, a usual target. It is no setting to be found: what is served
+        follows it, and each half of what is missed costs a tenth more.
     margin: another is asked only if it is cheaper by this share; below that the order of two is chance.
     bound: the factor stays within [1/bound, bound], as in ``Corrected``.
     """

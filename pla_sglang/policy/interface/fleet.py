@@ -20,7 +20,9 @@ from pla_sglang.policy.interface.fast_enum import FastEnum
 from pla_sglang.policy.interface.prefill import PrefillClass
 from pla_sglang.policy.interface.step_times import StepTimes
 
-COLD_S = 10.0  # device seconds: SGLang's first passes of each size take up to several seconds, later ones do not
+# Device seconds: SGLang's first passes of each size take up to several seconds, later ones do not. Too short is dear:
+# what a few of those teach is believed of all instances. Too long only has a newcomer taken for what the others are.
+COLD_S = 10.0
 
 
 class InstanceKind(FastEnum):

@@ -8,7 +8,15 @@ from typing import Any
 
 import pytest
 
-from pla_sglang.fleet.router.attempt_rules import RULES, Evidence, find_most, judge_failure, may_follow
+from pla_sglang.fleet.router.attempt_rules import (
+    MOST_LOST_EVER,
+    RULES,
+    Evidence,
+    count_over,
+    find_most,
+    judge_failure,
+    may_follow,
+)
 from pla_sglang.fleet.router.config import RelayConfig
 from pla_sglang.fleet.router.wire.messages import Cause, FailureKind
 
@@ -53,12 +61,30 @@ def test_only_losses_count_with_one_another(cause: Cause, before: Cause) -> None
 
 @pytest.mark.parametrize(("first", "second"), [*itertools.product(LOSSES, LOSSES)])
 @pytest.mark.parametrize("shown", YES_NO)
-def test_a_request_that_was_lost_twice_goes_to_no_third_instance(first: Cause, second: Cause, shown: bool) -> None:
+def test_a_request_that_got_nothing_from_two_lost_ones_goes_to_no_third(
+    first: Cause, second: Cause, shown: bool
+) -> None:
     is_free = {"shown": shown, "single": True, "movable": True}
     assert may_follow(first, {}, CONFIG, **is_free)
     assert not may_follow(second, {first: 1}, CONFIG, **is_free)
     assert not may_follow(second, {first: 1, Cause.NOT_SENT: 1}, CONFIG, **is_free)
     assert may_follow(second, {Cause.NOT_SENT: 1, Cause.FULL: 1}, CONFIG, **is_free)
+
+
+@pytest.mark.parametrize("cause", Cause)
+def test_what_got_on_begins_the_count_anew_up_to_a_bound(cause: Cause) -> None:
+    is_free = {"shown": True, "single": True, "movable": True}
+    before = count_over(Cause.LOST, count_over(Cause.NOT_SENT, {}, got_on=False), got_on=False)
+    assert before == {Cause.LOST: 1, Cause.NOT_SENT: 1}
+    given_up = count_over(Cause.ABORTED, before, got_on=True)
+    assert given_up == {Cause.ABORTED: 1}, "its instance lives"
+    if cause in LOSSES:
+        assert count_over(cause, given_up, got_on=True) == given_up
+    for lost in range(MOST_LOST_EVER + 1):
+        goes_on = may_follow(cause, {}, CONFIG, got_on=True, lost=lost, **is_free)
+        if cause in LOSSES:
+            assert goes_on is (lost + 1 < MOST_LOST_EVER)
+            assert may_follow(cause, {}, CONFIG, lost=lost, **is_free) is goes_on
 
 
 @pytest.mark.parametrize("name", ["connect_attempts", "transfer_attempts", "full_attempts"])

@@ -17,6 +17,18 @@ from support.token_streams import make_answer, tokens_of
 from pla_sglang.fleet.router.config import RelayConfig
 from pla_sglang.fleet.router.wire import messages as m
 
+LOSSES = [  # lost with some tokens, then without, instances that got it, whether it is whole
+    (1, 1, 3, True),
+    (0, 1, 2, True),
+    (2, 0, 3, True),
+    (2, 1, 4, True),
+    (3, 0, 4, True),
+    (0, 2, 2, False),  # it may have ended both
+    (1, 2, 3, False),
+    (4, 0, 4, False),  # ... or all four, each a little later
+    (3, 1, 4, False),
+]
+
 
 def marked_answer(fields: dict[str, Any]) -> bytes:
     place = {"sampling_params": fields["sampling_params"] | MARKS} if "text" in fields else MARKS
@@ -64,11 +76,12 @@ async def test_an_instance_dies_anywhere_in_its_answer(name: str) -> None:
 
 @pytest.mark.parametrize("name", REQUESTS)
 async def test_random_losses_and_pieces(name: str) -> None:
-    """Fragments of any size on the way, several tokens an event, and sometimes a second loss, which is the last."""
+    """Fragments of any size on the way, several tokens an event, and sometimes a second loss before anything comes of
+    the attempt. That is the end where nothing had come of the first one either."""
     path = REQUESTS[name][1]
     rng = random.Random(7)
     async with fleet(Script(), Script(), Script()) as here:
-        first, second, _ = here.instances
+        first, second, third = here.instances
         for number in range(120):
             fields = copy.deepcopy(REQUESTS[name][0])
             fields.get("sampling_params", fields)["max_new_tokens"] = rng.randint(1, 12)
@@ -81,10 +94,31 @@ async def test_random_losses_and_pieces(name: str) -> None:
             second.script.cuts = []
             if b'"upstream_' in answer.body:
                 assert twice
+                assert not here.control.overs[-1].shown
                 continue
             check_text(answer, fields)
-        assert 10 < sum(ended.outcome is m.Outcome.UPSTREAM_LOST for ended in here.ended()) <= 30
-        assert not here.instances[2].bodies  # what has killed two instances is not sent to a third
+        assert sum(ended.outcome is m.Outcome.UPSTREAM_LOST for ended in here.ended()) < 25
+        assert {body["rid"].partition("~")[0] for body in third.bodies} == {"pla-3"}
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+@pytest.mark.parametrize(("shown", "early", "instances", "whole"), LOSSES)
+async def test_a_stream_goes_on_until_it_may_be_to_blame(
+    name: str, shown: int, early: int, instances: int, whole: bool
+) -> None:
+    """Instances that are lost behind some tokens of it, then some that are lost before the next one."""
+    fields, path = copy.deepcopy(REQUESTS[name])
+    fields.get("sampling_params", fields)["max_new_tokens"] = 40
+    scripts = [Script(cuts=[900]) for _ in range(shown)] + [Script(cuts=[0]) for _ in range(early)]
+    async with fleet(*scripts, Script(), Script()) as here:
+        answer = await here.ask(fields | {"rid": "r"}, path)
+        assert sum(bool(one.bodies) for one in here.instances) == instances
+        if whole:
+            check_text(answer, fields)
+            assert [ended.outcome for ended in here.ended()] == [m.Outcome.OK]
+        else:
+            assert b'"upstream_' in answer.body
+            assert [ended.outcome for ended in here.ended()] == [m.Outcome.UPSTREAM_LOST]
 
 
 async def test_what_is_sent_where() -> None:

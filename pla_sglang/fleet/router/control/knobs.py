@@ -100,7 +100,7 @@ class ControlKnobs:
     retry_suspects: bool = knob(
         False,
         "--retry-suspects",
-        "what may have ended its instance goes to another one, too; what has ended two goes to no third",
+        "what may have ended its instance goes to another one, too; what got nothing from two goes to no third",
     )
     place_decode: str = knob(
         DISPATCH,

@@ -292,7 +292,7 @@ class RequestDispatcher:
             else:
                 record.present.asked_s = now_s
                 self._dispatch_or_wait(record, now_s)
-        elif now_s - aside.since_s >= PAUSE_S:
+        elif now_s - aside.since_s >= PAUSE_S or record.lost_early_s is not None:  # what it waits for comes soon
             del self._aside[record.rid]
             record.forget_avoided()
             self._dispatch_or_wait(record, now_s, since_s=aside.since_s)
@@ -358,7 +358,8 @@ class RequestDispatcher:
             self._drop(record, refusal)
             return True
         whole_only = needs_whole(record.ask)
-        excluded = self.exclusions.find(now_s, over=over, unfit=unfit, whole_only=whole_only)
+        since_s = record.lost_early_s
+        excluded = self.exclusions.find(now_s, over=over, unfit=unfit, whole_only=whole_only, since_s=since_s)
         waits = record.present.how is None
         if waits and over is not None and over.refused_by and not self.table.can_serve(excluded):
             self._drop(record, Verdict(False, AdmissionReason.ALL_FULL, RETRY_FULL_S))  # it would keep others waiting
@@ -424,11 +425,13 @@ class RequestDispatcher:
         the one that it has left if that has been heard of since."""
         over, unfit = record.last_over, find_unfit(record.ask, self.table)
         assert over is not None
+        since_s = record.lost_early_s or 0.0
         found: list[tuple[bool, bool, int, Worker]] = []
         for worker in self.table:
             left = worker.number in over.lost_with
             back = over.shown and worker.is_ready() and left and worker.heard_s > over.at_s
             drains = worker.state is WorkerState.DRAINING and not left and worker.number not in over.avoid
+            drains = drains and worker.heard_s > since_s
             takes = worker.takes_rest() if over.shown else worker.view.kind in SERVES_WHOLE
             well = worker.breaker.admits() and not self.suspects.is_silent(worker, now_s)
             if takes and well and (back or drains) and worker.view not in unfit:

@@ -22,11 +22,11 @@ from __future__ import annotations
 
 import enum
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import msgspec
 
-from pla_sglang.fleet.router.attempt_rules import LOSSES, RULES, may_follow
+from pla_sglang.fleet.router.attempt_rules import LOSSES, RULES, count_over, may_follow
 from pla_sglang.fleet.router.http import responses
 from pla_sglang.fleet.router.relay.attempt import (
     Attempt,
@@ -104,6 +104,7 @@ class Request(ClientWork):
         "_context",
         "_deadline_s",
         "_first_rid",
+        "_got_on",
         "_holds",
         "_kept",
         "_movable",
@@ -129,7 +130,8 @@ class Request(ClientWork):
         self.attempt: Attempt | None = None
         self._candidate: Attempt | None = None
         self.last_attempt = 0
-        self._over_times: dict[m.Cause, int] = {}  # attempts that are over, but for candidates
+        self._over_times: Mapping[m.Cause, int] = {}  # attempts that are over, but for candidates
+        self._got_on = False  # the client has got something from the present attempt
         self._movable: Tags | Unmovable | None = None  # None: not judged yet
         self._first_rid = ""  # under which the instance knew it whose stream has begun
         self._paused = False  # the client's buffers are full
@@ -174,7 +176,7 @@ class Request(ClientWork):
 
     def _begin_attempt(self, assign: m.Assign) -> None:
         self._move_to(CONNECTING)
-        self._refusal, self._holds = None, False
+        self._refusal, self._holds, self._got_on = None, False, False
         self.last_attempt = assign.attempt
         if self.ask.body is not None:  # it was for the control plane
             self.ask = msgspec.structs.replace(self.ask, body=None)
@@ -247,7 +249,7 @@ class Request(ClientWork):
     def _forward_response(self) -> None:
         assert self.attempt is not None
         self._move_to(FORWARDING)
-        self._holds = False
+        self._holds, self._got_on = False, True
         marked = self.response.marked
         if marked is not None and not marked.prompt:  # the instance was asked for ids, and cannot say them of this one
             self._set_unmovable(Unmovable.INSTANCE)
@@ -269,6 +271,7 @@ class Request(ClientWork):
             self._move_to(FORWARDING)
         assert self.attempt is not None and response.marked is not None and response.last_s is not None
         response.marked.begin_attempt()
+        self._got_on = True
         if self._paused and leg.connection is not None:
             leg.connection.set_paused(True)
         gap_s = self._context.now_s() - response.last_s
@@ -367,6 +370,8 @@ class Request(ClientWork):
             shown=shown,
             single=ask.is_single,
             movable=self._is_movable(shown=shown),
+            got_on=self._got_on,
+            lost=0 if ask.over is None else len(ask.over.lost_with),
         )
 
     def _go_on(self, cause: m.Cause, worker: int, detail: str) -> None:
@@ -405,7 +410,7 @@ class Request(ClientWork):
         attempt.end_attempt(m.Outcome.UPSTREAM_LOST)
         if not self._is_shown:
             self.response.forget_head()
-        self._over_times[cause] = self._over_times.get(cause, 0) + 1
+        self._over_times = count_over(cause, self._over_times, got_on=self._got_on)
         context.counters.count_event("retries_total", reason=cause.label)
         self._deadline_s = context.now_s() + config.dispatch_timeout_s
         over = self._describe_over(cause, attempt, worker, detail)

@@ -51,8 +51,9 @@ PAGE = "/pla/view"
 WRONG_KEY = "the key is missing or wrong (Authorization: Bearer KEY)"
 RETRY_SOON = (("retry-after", "1"),)
 HEALTH_TIMEOUT_S = 20.0  # SGLang's own limit for its generation check
-# A control process that ends is started again within seconds. One that is silent for so long stands still, or cannot
-# start: then no request is served here any more, and the default --dispatch-timeout-s is over for those that wait.
+# A control process that ends is started again, after 5 s at most. One that is silent for so long stands still, or has
+# failed to start a dozen times. The end of the router ends what still runs and waits, too: so not before
+# --dispatch-timeout-s, where that is longer.
 LOST_CONTROL_S = 60.0
 # Of POST /workers; the second is what curl names without being asked, the third that of no body.
 WORKER_TYPES = frozenset({b"application/json", b"application/x-www-form-urlencoded", b""})
@@ -220,7 +221,7 @@ class Routes:
 
     def _find_no_life(self) -> ProbeFailure | None:
         lost_s = self._context.control_lost_s()
-        if lost_s <= LOST_CONTROL_S:
+        if lost_s <= max(LOST_CONTROL_S, self._context.config.dispatch_timeout_s):
             return None
         return "no_control", f"the control plane has said nothing for {lost_s:.0f} s"
 

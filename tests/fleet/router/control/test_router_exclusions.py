@@ -91,8 +91,12 @@ async def test_operators_see_whom_a_lost_request_was_kept_from() -> None:
     async with scene(["stateless"] * 4, policy="least-tokens", migration="on", hops=True) as one:
         first = one.assign("r")
         one.reach("r", m.Milestone.SENT)
+        for worker in one.plane.table:
+            worker.heard_s = time.monotonic() + 60.0  # so that nobody is waited for
         second = one.ask_again("r", 1, over={"lost_with": (first.decode,)})
         assert isinstance(second, m.Assign)
+        for worker in one.plane.table:
+            worker.heard_s = time.monotonic() + 60.0
         third = one.ask_again("r", 2, m.Cause.NOT_SENT, over={"lost_with": (first.decode,), "avoid": (second.decode,)})
         assert isinstance(third, m.Assign)
         names = {worker.number: worker.view.name for worker in one.plane.table}

@@ -68,7 +68,8 @@ async def test_who_may_be_what_an_instance_has_died_of_is_not_sent_to_another(
         worker.heard_s = now_s - silent_s
         one.plane.dispatcher.ledger.records["r"].present.assigned_s = now_s - sent_ago_s
         answer = lose(one, worker.number, cause, tokens=tokens)
-        if not goes_on and cause is LOST:  # it may be heard of again
+        early = not tokens and cause is not ABORTED
+        if early and (goes_on or cause is LOST):  # it, or the others, may be heard of again
             assert answer is None
             await one.until(lambda: answers(one))
             [answer] = answers(one)
@@ -114,7 +115,9 @@ async def test_with_retry_suspects_one_that_may_be_to_blame_goes_to_a_second_ins
     async with scene(THREE, **ON, health=PATIENT, retry_suspects=True) as one:
         worker = one.start("r", m.Milestone.SENT)
         die_first(one, worker, "r")
-        answer = lose(one, worker.number, LOST)
+        assert lose(one, worker.number, LOST) is None
+        await one.until(lambda: answers(one))
+        [answer] = answers(one)
         assert isinstance(answer, m.Assign)
         assert answer.decode != worker.number
         await settle(one)
@@ -189,6 +192,53 @@ def die_first(one: Scene, worker: Worker, *rids: str, silent_s: float = 5.5) -> 
             record.attempts[0].assigned_s = now_s - silent_s - 0.5
 
 
+# -- instances that end at one moment --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tokens", [0, 3])
+@pytest.mark.parametrize("cause", [LOST, m.Cause.NOT_SENT, m.Cause.SILENT])
+async def test_what_got_nothing_from_an_instance_goes_to_one_that_was_heard_of_since(
+    tokens: int, cause: m.Cause
+) -> None:
+    """All but one of five end at once. A stream is sent to a second one before that is known, and to no other of
+    them."""
+    async with scene(["stateless"] * 5, **ON, health=PATIENT) as one:
+        first = one.start("r", *SENT[: 2 if tokens else 1])
+        others = [worker for worker in one.plane.table if worker is not first]
+        for worker in others[:-1]:
+            await one.instances[worker.number].stop()
+        lose(one, first.number, LOST, tokens=tokens)
+        at_once = [said for said in answers(one) if isinstance(said, m.Assign)]
+        assert bool(at_once) is bool(tokens), "a stream that has begun waits for nothing"
+        if at_once:
+            [second] = at_once
+            one.reach("r", m.Milestone.SENT, attempt=2)
+            gone = {"lost_with": (first.number, second.decode)}
+            if cause is m.Cause.NOT_SENT:
+                gone = {"lost_with": (first.number,), "avoid": (second.decode,)}
+            assert one.ask_again("r", 2, cause, tokens=tokens, over=gone) is None
+        await one.until(lambda: len(answers(one)) > len(at_once))
+        assert answers(one)[-1].decode == others[-1].number
+        assert 'pla_router_exclusions_total{reason="not_heard_since"}' in one.admin("GET", "/metrics")[1]
+        for worker in others[:-1]:
+            await one.instances[worker.number].start()
+        await settle(one)
+
+
+async def test_where_nobody_is_heard_of_in_time_it_ends() -> None:
+    async with scene(THREE, **ON, health=PATIENT, pending_s=0.3) as one:
+        worker = one.start("r", m.Milestone.SENT)
+        for other in one.instances:
+            await other.stop()
+        assert lose(one, worker.number, LOST) is None
+        await one.until(lambda: answers(one))
+        [answer] = answers(one)
+        assert (answer.status, answer.code) == (502, "no_instance")
+        for other in one.instances:
+            await other.start()
+        await settle(one)
+
+
 # -- answers that break off ------------------------------------------------------------------------------------------
 
 
@@ -229,10 +279,12 @@ async def test_an_answer_that_broke_off_where_nobody_knows_the_instance_goes_on(
         await settle(one)
 
 
-async def test_with_retry_suspects_an_answer_that_broke_off_waits_for_nothing() -> None:
+async def test_with_retry_suspects_an_answer_that_broke_off_waits_for_no_check() -> None:
     async with scene(THREE, **ON, retry_suspects=True) as one:
         worker = one.start("r", m.Milestone.SENT)
-        answer = lose(one, worker.number, BROKEN)
+        assert lose(one, worker.number, BROKEN) is None  # but for a word of another
+        await one.until(lambda: answers(one))
+        [answer] = answers(one)
         assert isinstance(answer, m.Assign)
         assert answer.decode != worker.number
         await settle(one)
@@ -295,7 +347,9 @@ async def test_an_instance_that_drains_is_the_last_resort(tokens: int) -> None:
         worker = one.start("r", *SENT[: 2 if tokens else 1])
         other = one.plane.table.by_number[1 - worker.number]
         assert one.admin("POST", f"/workers/{other.number}/drain")[0] == 202
-        answer = lose(one, worker.number, LOST, tokens=tokens)
+        lose(one, worker.number, LOST, tokens=tokens)
+        await one.until(lambda: answers(one))
+        [answer] = answers(one)
         assert isinstance(answer, m.Assign)
         assert answer.decode == other.number
         story = one.admin("GET", "/pla/explain/r")[1]["attempts"][1]

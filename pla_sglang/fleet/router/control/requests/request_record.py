@@ -15,7 +15,7 @@ from __future__ import annotations
 import msgspec
 
 from pla_sglang.common.errors import IllegalMoveError
-from pla_sglang.fleet.router.attempt_rules import LOSSES
+from pla_sglang.fleet.router.attempt_rules import ENDS, LOSSES
 from pla_sglang.fleet.router.control.requests.prompts import Prompt
 from pla_sglang.fleet.router.control.requests.targets import TPOT_MEMBER, TTFT_MEMBER, Target, find_target
 from pla_sglang.fleet.router.control.workers.table import Worker
@@ -280,6 +280,16 @@ class RequestRecord(msgspec.Struct, gc=False, eq=False):
         if len(self.attempts) == 1:  # as of nearly all
             return self.present.over
         return next((one.over for one in reversed(self.attempts) if one.over is not None), None)
+
+    @property
+    def lost_early_s(self) -> float | None:
+        """When it was lost with an instance, or could not go on at one, that it got nothing from; None: it was not."""
+        if self.present.how is None:  # as of nearly all
+            return None
+        last = next((one for one in reversed(self.attempts) if one.over is not None), None)
+        if last is None or last.over is None or last.over.cause not in ENDS or last.first_token_s is not None:
+            return None
+        return None if last.assigned_s is None else last.over.at_s  # None: that was in a former life of this process
 
     def find_attempt(self, number: int) -> Attempt | None:
         return next((one for one in self.attempts if one.number == number), None)

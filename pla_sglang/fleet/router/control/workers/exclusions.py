@@ -32,6 +32,7 @@ class Exclusion(FastEnum):
     BREAKER = "breaker"  # its breaker is not closed, and its trial is under way
     REFUSED = "refused_it"  # it has refused this very request for load
     LOST = "lost_with_it"  # it was lost while the request ran there
+    UNHEARD = "not_heard_since"  # it has said nothing since another one was lost, and may have ended with that
     AVOIDED = "avoided"  # the request could not be sent there, or, amid its answer, was refused there
     NO_REST = "takes_no_rest"  # it cannot go on with an answer that has begun
     MODEL = "other_model"  # the path needs a model that generates, or one that embeds, and it has the other
@@ -55,7 +56,7 @@ class ExclusionKnobs:
         check_fields(self, "exclusions")
 
 
-_FULL, _BREAKER, _REFUSED, _LOST, _AVOIDED, _NO_REST, _MODEL, _ADAPTER, _CONTEXT = Exclusion
+_FULL, _BREAKER, _REFUSED, _LOST, _UNHEARD, _AVOIDED, _NO_REST, _MODEL, _ADAPTER, _CONTEXT = Exclusion
 _ADMISSION = {
     _MODEL: AdmissionReason.OTHER_MODEL,
     _ADAPTER: AdmissionReason.NO_ADAPTER,
@@ -84,6 +85,7 @@ class Exclusions:
         over: Over | None = None,
         unfit: Mapping[InstanceView, Exclusion] = _NONE,
         whole_only: bool = False,
+        since_s: float | None = None,
     ) -> Mapping[InstanceView, Exclusion]:
         """For one request.
 
@@ -95,11 +97,14 @@ class Exclusions:
             unfit: as ``find_unfit`` says.
             whole_only: a pair cannot serve it, so an instance that is full and can do it whole is not left out for a
                 pair.
+            since_s: who has said nothing since then is left out; None: nobody for that.
         """
         if not self._table.restricted and over is None:
             return unfit
         excluded = self._find_restricted(now_s)
         refused = over is not None and self._leave_out(excluded, over)
+        if since_s is not None:
+            excluded |= {worker.view: _UNHEARD for worker in self._table if worker.heard_s <= since_s}
         if not refused:
             shown = over is not None and over.shown
             kinds = (SERVES_WHOLE,) if shown else (PREFILLS, TAKES_HANDOFFS)
