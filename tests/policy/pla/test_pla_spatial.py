@@ -184,12 +184,6 @@ def test_spatial_dispatch(name: str, view: FleetView, ask: Any, chosen: str | No
     assert (answer.prefill.name if answer.prefill else None, answer.reason) == (chosen, reason)
 
 
-def test_a_late_pool_that_may_not_spill() -> None:
-    router = dispatcher(spill=False)
-    answer = router.dispatch(request(9), pools([backlog(5000)], [{}]), 0.0)
-    assert (str(answer.prefill), answer.reason) == ("i0", R.PLA_SHORT)
-
-
 def test_decodes_of_spatial_pools() -> None:
     router = dispatcher()
     view = fleet(mixed(length_class=S), mixed(length_class=L, context_tokens=5))
