@@ -218,7 +218,7 @@ class HopScene:
     def order(self, *commands: Command) -> int:
         """Send a message; its ticket."""
         self._tickets += 1
-        self.migration.runner.take_message(SimpleNamespace(ticket=self._tickets, commands=commands))
+        self.migration.take_message(SimpleNamespace(ticket=self._tickets, commands=commands))
         return self._tickets
 
     def hold(self, req: HopRequest, room: int = 7, for_s: float = 10.0) -> Any:
