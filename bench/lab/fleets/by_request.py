@@ -13,7 +13,7 @@ from pathlib import Path
 
 from bench.harness.steps import Row
 from bench.lab.named_workloads import WORKLOADS, Workload, workload
-from pla_sglang.policy.common.forecast import Forecaster, LastValue, Oracle
+from pla_sglang.policy.common.forecast import Forecaster, KnownSeries, LastValue
 from pla_sglang.sim.core.experiment import Experiment, ExperimentResult, run_experiment
 
 TRACES = ("azure_code", "azure_conv")
@@ -105,6 +105,6 @@ def script_forecasters(recorders: Sequence[Recorder]) -> MakeForecaster:
 
     def make() -> Forecaster:
         values = next(remaining).values
-        return Oracle(lambda index: values[min(index, len(values) - 1)])
+        return KnownSeries(lambda index: values[min(index, len(values) - 1)])
 
     return make

@@ -19,7 +19,7 @@ from pla_sglang.plugin.config import DOPD, PlaConfig
 from pla_sglang.plugin.engine import apply, snapshot
 from pla_sglang.plugin.engine.backlog import sum_class_queue
 from pla_sglang.plugin.engine.clock import PlaTick
-from pla_sglang.plugin.engine.hold import Hold, hold_after
+from pla_sglang.plugin.engine.hold import HeldPass, hold_after
 from pla_sglang.plugin.engine.knobs import scheduler_knobs
 from pla_sglang.plugin.engine.pass_timer import PassTimer, computes_in_launch, make_marks
 from pla_sglang.plugin.engine.piggybacked import NextTokenClock, keeps_decodes_out, may_piggyback
@@ -57,7 +57,7 @@ class PrefillAdapter:
         self.context: apply.PassContext | None = None  # set only within a prefill pass
         self.now_s = self.decode_step_s = 0.0  # of rank 0, as last broadcast
         self.changes = 0
-        self._hold: Hold | None = None  # the last pass was held back
+        self._hold: HeldPass | None = None  # the last pass was held back
         self._published_s = 0.0
         self._decoded = True  # a decode step may have run since the last decision
         self._decoded_s = 0.0

@@ -10,7 +10,7 @@ from hop_scene import FIRST_TOKEN, HopRequest, HopScene
 
 from pla_sglang.common.errors import RefusedRequestError
 from pla_sglang.fleet.stateless.host import calls
-from pla_sglang.fleet.stateless.host.calls import Outcome
+from pla_sglang.fleet.stateless.host.calls import SendPoll
 from pla_sglang.fleet.stateless.host.side_channel import NO_ROOM, PULL
 from pla_sglang.fleet.stateless.requests.arrival import Begun, begin
 from pla_sglang.fleet.stateless.requests.commands import Command
@@ -53,7 +53,7 @@ def test_what_is_sent_is_prompt_and_answer_without_its_last_token(scene: HopScen
 def test_the_source_holds_on_until_it_is_told(scene: HopScene, held: HopRequest) -> None:
     """Freed when sent, nothing would be left where the target fails before it runs."""
     sender = scene.ask()
-    sender.outcome = Outcome.DONE
+    sender.outcome = SendPoll.DONE
     scene.before()
     assert (state_of(scene), scene.freed, scene.answered) == (PauseState.SENT, [], [])
     assert scene.migration.holder.exports.sent == 1
@@ -63,7 +63,7 @@ def test_the_source_holds_on_until_it_is_told(scene: HopScene, held: HopRequest)
 
 
 def test_sent_and_not_told_it_goes_on_when_its_time_is_over(scene: HopScene, held: HopRequest) -> None:
-    scene.ask().outcome = Outcome.DONE
+    scene.ask().outcome = SendPoll.DONE
     scene.before()
     scene.now_s = 100.0
     scene.before()
@@ -73,7 +73,7 @@ def test_sent_and_not_told_it_goes_on_when_its_time_is_over(scene: HopScene, hel
 
 def test_a_transfer_that_fails_leaves_it_held_until_it_goes_on_here(scene: HopScene, held: HopRequest) -> None:
     pull(scene)
-    scene.ask().outcome = Outcome.FAILED
+    scene.ask().outcome = SendPoll.FAILED
     scene.before()
     assert state_of(scene) is PauseState.HELD
     assert scene.refused == [REFUSED], "the instance that asked need not wait"

@@ -18,8 +18,8 @@ from pla_sglang.policy.common.forecast import (
     Forecaster,
     HoltWinters,
     HoltWintersKnobs,
+    KnownSeries,
     LastValue,
-    Oracle,
     RecentPeak,
     next_values,
 )
@@ -69,7 +69,7 @@ def test_a_constant_series_is_forecast_exactly(name: str) -> None:
 
 
 def test_oracle_knows_the_coming_interval() -> None:
-    oracle = Oracle(lambda interval: 10.0 * interval)
+    oracle = KnownSeries(lambda interval: 10.0 * interval)
     assert oracle.next_value() == 0.0
     oracle.add(-1.0)
     assert oracle.next_value() == 10.0
@@ -95,13 +95,13 @@ def test_trend_season_and_script_go_on() -> None:
     for step in range(400):
         season.add(100.0 + 30.0 * (step % 4))
     assert [season.next_value(step) for step in (1, 2, 3, 4)] == pytest.approx([100.0, 130.0, 160.0, 190.0], rel=0.01)
-    oracle = Oracle(lambda interval: 10.0 * interval)
+    oracle = KnownSeries(lambda interval: 10.0 * interval)
     oracle.add(-1.0)
     assert oracle.next_value(3) == 30.0
 
 
 def test_the_largest_of_the_next_intervals() -> None:
-    series = [Oracle(lambda interval: [1.0, 2.0, 9.0, 3.0][interval]), LastValue()]
+    series = [KnownSeries(lambda interval: [1.0, 2.0, 9.0, 3.0][interval]), LastValue()]
     assert next_values(series, (None, 5.0), 2) == [2.0, 5.0]
     assert next_values(series, (0.0, None), 2) == [9.0, 5.0]
     assert next_values([LastValue()], (None,), 3) is None
@@ -154,7 +154,7 @@ def test_a_forecast_is_never_negative() -> None:
 
 
 def test_correction_takes_out_a_bias_within_its_bound() -> None:
-    low = Corrected(Oracle(lambda interval: 10.0), weight=0.5)
+    low = Corrected(KnownSeries(lambda interval: 10.0), weight=0.5)
     for _ in range(30):
         low.add(15.0)
     assert low.next_value() == pytest.approx(15.0)

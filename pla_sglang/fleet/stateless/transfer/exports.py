@@ -16,7 +16,7 @@ from typing import Any
 
 from pla_sglang.common.errors import IllegalMoveError
 from pla_sglang.fleet.stateless.host import calls
-from pla_sglang.fleet.stateless.host.calls import Outcome
+from pla_sglang.fleet.stateless.host.calls import SendPoll
 from pla_sglang.fleet.stateless.transfer.deferred_free import DeferredFree
 from pla_sglang.fleet.stateless.transfer.fence import place_fence
 from pla_sglang.fleet.stateless.transfer.rooms import OpenRooms, give_back
@@ -146,13 +146,13 @@ class KvExports:
             lambda step: step[0].note_fault("offering its KV"),
         )
 
-    def _follow(self, hold: PausedRequest, outcome: Outcome) -> None:
-        if outcome is Outcome.FAILED:
+    def _follow(self, hold: PausedRequest, outcome: SendPoll) -> None:
+        if outcome is SendPoll.FAILED:
             self._fail(hold)
-        elif outcome is Outcome.DONE and hold.state is PauseState.SENDING:
+        elif outcome is SendPoll.DONE and hold.state is PauseState.SENDING:
             hold.move(PauseState.SENT)
             self.sent += 1
-        elif outcome is Outcome.ASKED and hold.state is PauseState.HELD:
+        elif outcome is SendPoll.ASKED and hold.state is PauseState.HELD:
             self._begin(hold)
 
     def _begin(self, hold: PausedRequest) -> None:

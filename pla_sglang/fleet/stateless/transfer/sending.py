@@ -19,7 +19,7 @@ from typing import Any
 
 from pla_sglang.common.errors import PlaError
 from pla_sglang.fleet.stateless.host import calls
-from pla_sglang.fleet.stateless.host.calls import Outcome
+from pla_sglang.fleet.stateless.host.calls import SendPoll
 from pla_sglang.fleet.stateless.transfer.deferred_free import DeferredFree
 from pla_sglang.fleet.stateless.transfer.fence import place_fence
 from pla_sglang.fleet.stateless.transfer.legs import Caps, SendLeg, SendState
@@ -206,18 +206,18 @@ class Sender:
             steps, lambda step: self._follow(*step), "following a prefill part", lambda step: self._fail(step[0])
         )
 
-    def _follow(self, leg: SendLeg, outcome: Outcome) -> None:
+    def _follow(self, leg: SendLeg, outcome: SendPoll) -> None:
         if leg.state is SendState.HANDSHAKE:
-            if outcome is Outcome.ASKED:
+            if outcome is SendPoll.ASKED:
                 self._start(leg)
-            elif outcome is Outcome.FAILED:
+            elif outcome is SendPoll.FAILED:
                 self._end_unasked(leg)
-            elif outcome is not Outcome.OPEN:  # nothing was sent of this leg yet
+            elif outcome is not SendPoll.OPEN:  # nothing was sent of this leg yet
                 self._fail_transfer(leg, f"room {leg.req.bootstrap_room} is in use")
-        elif outcome is Outcome.FAILED:
+        elif outcome is SendPoll.FAILED:
             self._tell_receivers(leg)  # the host forgets who they are when it is asked what has failed
             self.give_up(leg, self._failure(leg))
-        elif outcome is Outcome.DONE and leg.state is SendState.SENDING:
+        elif outcome is SendPoll.DONE and leg.state is SendState.SENDING:
             self._complete(leg)
 
     def _start(self, leg: SendLeg) -> None:
