@@ -20,7 +20,7 @@ from pathlib import Path
 from bench.harness.figures import COLOURS, panels
 from bench.harness.report import emit, show
 from pla_sglang.common.errors import ConfigError
-from pla_sglang.policy.pla.graphs.layouts import SLOTS, GridLayout, Layout, VariableLayout, group_by_length, token_steps
+from pla_sglang.policy.pla.graphs.layouts import SLOTS, GridLayout, Layout, VariableLayout, token_steps
 from pla_sglang.sim.workload import length_model
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
@@ -47,8 +47,11 @@ def grouped(lengths: Sequence[int], size: int, grid: GridLayout) -> Batches:
     """Batches of up to ``size`` prompts of one padded length, from pools of ``POOL`` times as many."""
     batches: Batches = []
     for pool in in_order(lengths, POOL * size):
-        for members in group_by_length(pool, grid):
-            batches += in_order([pool[member] for member in members], size)
+        groups: dict[int, list[int]] = {}
+        for tokens in pool:
+            groups.setdefault(grid.batch_group(tokens), []).append(tokens)
+        for _, members in sorted(groups.items()):
+            batches += in_order(members, size)
     return batches
 
 

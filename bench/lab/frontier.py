@@ -32,9 +32,9 @@ from bench.harness.latency import ecdf, percentile
 from bench.harness.replay import Planned
 from bench.harness.report import emit, emulated_conditions, environment, markdown, print_lines, scale_text, show, yes_no
 from bench.harness.steps import Row
+from bench.lab.fluid_srpt import fluid_srpt
 from bench.lab.world import World
 from pla_sglang.policy.baselines.dispatch import RoundRobin
-from pla_sglang.policy.baselines.orders import fluid_srpt
 from pla_sglang.profiles import load_profile
 from pla_sglang.sim import chain
 from pla_sglang.sim.core.config import InstanceSpec

@@ -12,10 +12,13 @@ from collections import deque
 
 from pla_sglang.common.checks import Range, check_fields, knob
 
+WINDOW_S = 10.0
+SLOTS = 20  # steps in which the window moves
+
 
 @dataclasses.dataclass(frozen=True)
 class RetryBudgetKnobs:
-    """At most ``least + share * requests`` retries within any ``window_s``."""
+    """At most ``least + share * requests`` retries within any ``WINDOW_S``."""
 
     share: float = knob(
         0.2,
@@ -27,8 +30,6 @@ class RetryBudgetKnobs:
     least: int = knob(
         10, "--retry-budget-min", "such retries within 10 s that are allowed in any case", allowed=Range(0)
     )
-    window_s: float = knob(10.0, allowed=Range(0, above=True))
-    slots: int = knob(20, allowed=Range(2))  # the window moves in steps of window_s / slots
 
     def __post_init__(self) -> None:
         check_fields(self, "retry budget")
@@ -48,7 +49,6 @@ class RetryBudget:
 
     def __init__(self, knobs: RetryBudgetKnobs) -> None:
         self._knobs = knobs
-        self._slot_s = knobs.window_s / knobs.slots
         self._slots: deque[_Slot] = deque()
         self._requests = self._retries = 0
 
@@ -72,9 +72,9 @@ class RetryBudget:
 
     def _present_slot(self, now_s: float) -> _Slot:
         """Slots that have left the window are forgotten."""
-        number = int(now_s // self._slot_s)
+        number = int(now_s // (WINDOW_S / SLOTS))
         slots = self._slots
-        while slots and slots[0].number <= number - self._knobs.slots:
+        while slots and slots[0].number <= number - SLOTS:
             old = slots.popleft()
             self._requests -= old.requests
             self._retries -= old.retries

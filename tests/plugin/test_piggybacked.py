@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 from support.fake_scheduler import CHUNK_TOKENS, FakeBatch, FakeReq, FakeScheduler
 from support.request_fields import RequestFields
+from support.views import pass_view
 
 from pla_patches.host import recorded
-from pla_sglang.plugin.engine.piggybacked import NextTokenClock, PassTimes, set_piggybacked_prefixes
+from pla_sglang.plugin.engine.piggybacked import NextTokenClock, set_piggybacked_prefixes
 from pla_sglang.policy.common.device_clock import DeviceClock
-from pla_sglang.policy.interface.prefill import Piggyback
+from pla_sglang.policy.interface.prefill import PassView, Piggyback
 
-TIMES = PassTimes(begin_s=10.0, last_token_s=10.0)
+AT = 10.0, 10.0  # the pass begins, and when running requests had their last token
 
 
 def running(prompt: int, output: int, **params: Any) -> FakeReq:
@@ -25,6 +26,19 @@ def running(prompt: int, output: int, **params: Any) -> FakeReq:
     return req
 
 
+def look(
+    reqs: list[FakeReq],
+    at: tuple[float, float] = AT,
+    *,
+    clock: NextTokenClock | None = None,
+    default_ms: float | None = 50.0,
+    page_tokens: int = 1,
+) -> PassView:
+    view = pass_view()
+    (clock or NextTokenClock(DeviceClock(1.0), page_tokens)).add_to(view, reqs, *at, default_ms)
+    return view
+
+
 def mixing(queue: list[FakeReq], reqs: list[FakeReq], **fields: Any) -> FakeScheduler:
     scheduler = FakeScheduler(queue, is_mixed_chunk=True, **fields)
     scheduler.running = FakeBatch(reqs)
@@ -32,46 +46,46 @@ def mixing(queue: list[FakeReq], reqs: list[FakeReq], **fields: Any) -> FakeSche
 
 
 def test_targets_count_from_where_a_request_was_first_seen() -> None:
-    clock, req = NextTokenClock(DeviceClock(1.0)), running(100, 5)
-    first = clock.read([req], TIMES, 50.0, 1)
-    assert (first.context_tokens, first.new_kv_tokens) == (104, 1)
+    clock, req = NextTokenClock(DeviceClock(1.0), 1), running(100, 5)
+    first = look([req], clock=clock)
+    assert (first.context_tokens, first.piggyback_kv_tokens) == (104, 1)
     assert first.token_slack_s == pytest.approx(0.05), "one target after the token it has"
     req.kv_committed_len += 2
-    early = clock.read([req], PassTimes(10.02, 10.02), 50.0, 1)
+    early = look([req], (10.02, 10.02), clock=clock)
     assert early.token_slack_s == pytest.approx(0.15 - 0.02), "two tokens came in 20 ms"
-    late = clock.read([req], PassTimes(11.0, 10.9), 50.0, 1)
+    late = look([req], (11.0, 10.9), clock=clock)
     assert late.token_slack_s == pytest.approx(-0.05), "what is behind is due a target after its last token"
 
 
 def test_the_first_deadline_counts_and_a_request_may_have_its_own_target() -> None:
-    clock = NextTokenClock(DeviceClock(1.0))
+    clock = NextTokenClock(DeviceClock(1.0), 1)
     reqs = [running(10, 1), running(20, 1, slo_tpot_ms=20.0), running(30, 1, slo_tpot_ms=400.0)]
-    piggybacked = clock.read(reqs, TIMES, 50.0, 1)
+    piggybacked = look(reqs, clock=clock)
     assert (piggybacked.token_slack_s, piggybacked.tpot_target_s) == (pytest.approx(0.02), pytest.approx(0.02))
-    assert clock.read(reqs[:1], TIMES, None, 1).token_slack_s == pytest.approx(0.05), "stamped once"
-    without = clock.read([running(10, 1)], TIMES, None, 1)
+    assert look(reqs[:1], clock=clock, default_ms=None).token_slack_s == pytest.approx(0.05), "stamped once"
+    without = look([running(10, 1)], default_ms=None)
     assert (without.token_slack_s, without.tpot_target_s) == (None, None)
 
 
 @pytest.mark.parametrize(("committed", "tokens"), [(15, 0), (16, 16), (17, 0)])
 def test_a_rider_takes_a_page_where_one_is_full(committed: int, tokens: int) -> None:
     req = running(committed, 1)
-    assert NextTokenClock(DeviceClock(1.0)).read([req], TIMES, None, 16).new_kv_tokens == tokens
+    assert look([req], page_tokens=16).piggyback_kv_tokens == tokens
 
 
 @pytest.mark.parametrize("page_tokens", [1, 16, 64])
 def test_pages_are_counted_over_all_riders(page_tokens: int) -> None:
     reqs = [running(committed, 1) for committed in (15, 16, 32, 64, 65)]
     full = sum(req.kv_committed_len % page_tokens == 0 for req in reqs)
-    assert NextTokenClock(DeviceClock(1.0)).read(reqs, TIMES, None, page_tokens).new_kv_tokens == full * page_tokens
+    assert look(reqs, page_tokens=page_tokens).piggyback_kv_tokens == full * page_tokens
 
 
 def test_a_retracted_request_that_runs_again_is_due_a_target_after_its_last_token() -> None:
     """Its answer so far is part of what is computed again: tokens are counted on, and what it waited is not made up."""
-    clock, req = NextTokenClock(DeviceClock(1.0)), running(100, 5)
-    clock.read([req], TIMES, 50.0, 1)
+    clock, req = NextTokenClock(DeviceClock(1.0), 1), running(100, 5)
+    look([req], clock=clock)
     req.kv_committed_len = 100 + 6 - 1  # retracted, prefilled again, and given its next token 3 s later
-    again = clock.read([req], PassTimes(13.0, 13.0), 50.0, 1)
+    again = look([req], (13.0, 13.0), clock=clock)
     assert (again.context_tokens, again.token_slack_s) == (105, pytest.approx(0.05))
 
 

@@ -149,15 +149,6 @@ CASES = [
         Reason.WAIT_FOR_DEPTH,
         release_s=NOW_S + 0.009,
     ),
-    # mode (b), token-max: M_s applies without deadlines only
-    Case("M_s", short_prompts(4), True, Reason.TOKENS, batch=2, knobs=dataclasses.replace(K16, token_max=50)),
-    Case(
-        "M_s does not apply under deadlines",
-        short_prompts(4, **due_in(5.0)),
-        False,
-        Reason.WAIT_FOR_DEPTH,
-        knobs=dataclasses.replace(K16, token_max=50),
-    ),
 ]
 
 

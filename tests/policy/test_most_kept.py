@@ -17,7 +17,7 @@ from pla_sglang.policy.pla.long_prompts import LongKnobs
 from pla_sglang.policy.slo.deadlines import Deadlines
 from pla_sglang.policy.slo.knobs import SloKnobs
 from pla_sglang.policy.slo.mixed_batches import START, model_beside
-from pla_sglang.policy.slo.plan import Plan, Turn, due_of, plan_moore_hodgson, spare_share
+from pla_sglang.policy.slo.plan import DeadlinePlan, Turn, due_of, plan_moore_hodgson, spare_share
 
 NOW_S = 100.0
 SLOWER = SloKnobs.slower
@@ -73,7 +73,7 @@ def test_who_is_kept(jobs: list[tuple[float, float]], kept: list[int]) -> None:
 def test_others_that_arrive_may_be_in_the_way() -> None:
     """One of 1.2 s that is due after 4 s, and one of 1.2 s before it: 2.4 s, or 3.4 s with what arrives."""
     turns = turns_of([(1.2, 4.0), (1.2, 9.0)])
-    plan = Plan(turns, frozenset())
+    plan = DeadlinePlan(turns, frozenset())
     other = turns[1].view
     assert plan.allows([other], NOW_S, 1.0)
     assert plan.allows([other], NOW_S, 0.7)
@@ -85,7 +85,7 @@ def test_others_that_arrive_may_be_in_the_way() -> None:
 @pytest.mark.parametrize("spare", [0.0, 0.5])
 def test_who_is_due_at_no_time_is_not_late(spare: float) -> None:
     turns = turns_of([(1.0, 9.0), (1.0, math.inf)])
-    assert Plan(turns, frozenset()).allows([turns[0].view], NOW_S, spare)
+    assert DeadlinePlan(turns, frozenset()).allows([turns[0].view], NOW_S, spare)
 
 
 @pytest.mark.parametrize(

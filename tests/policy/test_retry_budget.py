@@ -11,7 +11,7 @@ from pla_sglang.policy.retry_budget import RetryBudget, RetryBudgetKnobs
 
 
 def test_a_share_of_the_requests_and_the_least() -> None:
-    budget = RetryBudget(RetryBudgetKnobs(share=0.25, least=2, window_s=10, slots=10))
+    budget = RetryBudget(RetryBudgetKnobs(share=0.25, least=2))
     assert [budget.take(0.0) for _ in range(3)] == [True, True, False]
     for _ in range(8):
         budget.add_request(1.0)
@@ -20,11 +20,11 @@ def test_a_share_of_the_requests_and_the_least() -> None:
 
 
 def test_what_has_left_the_window_counts_no_more() -> None:
-    budget = RetryBudget(RetryBudgetKnobs(share=0.5, least=1, window_s=10, slots=10))
+    budget = RetryBudget(RetryBudgetKnobs(share=0.5, least=1))
     budget.add_request(0.0)
-    budget.add_request(0.5)
-    assert [budget.take(0.9), budget.take(0.9), budget.take(9.9)] == [True, True, False]
-    assert budget.left(10.0) == 1.0  # requests and retries of the first second are forgotten together
+    budget.add_request(0.2)
+    assert [budget.take(0.4), budget.take(0.4), budget.take(9.9)] == [True, True, False]
+    assert budget.left(10.0) == 1.0  # requests and retries of a step are forgotten together
     assert budget.take(10.0)
     assert not budget.take(19.9)
     assert budget.take(20.0)
@@ -43,7 +43,7 @@ def test_no_budget() -> None:
 )
 def test_retries_stay_within_the_budget(share: float, least: int, steps: list[tuple[float, bool]]) -> None:
     """In any window that ends with a retry, and over the whole time with the least once a window."""
-    budget = RetryBudget(RetryBudgetKnobs(share=share, least=least, window_s=4.0, slots=8))
+    budget = RetryBudget(RetryBudgetKnobs(share=share, least=least))
     now_s, requests, retries = 0.0, [], []
     for wait_s, retried in steps:
         now_s += wait_s
@@ -52,10 +52,10 @@ def test_retries_stay_within_the_budget(share: float, least: int, steps: list[tu
             requests.append(now_s)
         elif budget.take(now_s):
             retries.append(now_s)
-            oldest_s = (now_s // 0.5 - 7) * 0.5  # the window is eight steps of 0.5 s, the present one included
+            oldest_s = (now_s // 0.5 - 19) * 0.5  # the window is 20 steps of 0.5 s, the present one included
             recent = sum(at_s >= oldest_s for at_s in requests)
             assert sum(at_s >= oldest_s for at_s in retries) <= least + share * recent + 1e-9
-    windows = now_s // 3.5 + 1
+    windows = now_s // 9.5 + 1
     assert len(retries) <= least * windows + share * len(requests) + 1e-9
 
 

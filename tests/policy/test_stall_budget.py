@@ -16,7 +16,6 @@ from support.fleets import LinearSteps, instance, predictor, request
 from pla_sglang.common.errors import ConfigError
 from pla_sglang.policy.arrow.policy import ArrowKnobs, ArrowPolicy
 from pla_sglang.policy.combined.stall_budget import InPlace, InPlaceKnobs, Share
-from pla_sglang.policy.combined.stalls import Stalls
 from pla_sglang.policy.interface.fleet import InstanceView, Role
 
 TARGET_S = 0.05
@@ -156,14 +155,17 @@ def test_bad_knobs(bad: Any) -> None:
         bad()
 
 
-def test_prefills_beside_riding_decodes_take_only_what_a_pass_is_longer_than_a_token_may_be() -> None:
+@pytest.mark.parametrize(
+    ("riding_tokens", "free_s", "share"),
+    [(None, 0.05, 1.0), (90, 0.1, 0.0), (90, 0.3, 0.0), (90, 0.025, 0.75), (90, -1.0, 1.0)],
+)
+def test_prefills_beside_riding_decodes_take_only_what_a_pass_is_longer_than_a_token_may_be(
+    riding_tokens: int | None, free_s: float, share: float
+) -> None:
     """LinearSteps: a pass of 90 tokens takes 0.1 s."""
-    steps = LinearSteps()
-    assert Stalls(steps).share(0.05) == 1.0
-    assert Stalls(steps, 90).share(0.1) == 0.0
-    assert Stalls(steps, 90).share(0.3) == 0.0
-    assert Stalls(steps, 90).share(0.025) == pytest.approx(0.75)
-    assert Stalls(steps, 90).share(-1.0) == 1.0
+    arrow = ArrowPolicy(ArrowKnobs(1.0, 0.05, {"": 100_000}), predictor())
+    in_place = InPlace(InPlaceKnobs(), arrow, LinearSteps(), riding_tokens)
+    assert in_place.lost_share(free_s) == pytest.approx(share)
 
 
 def test_an_instance_whose_decodes_ride_takes_prompts_that_would_stall_others() -> None:

@@ -14,7 +14,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pla_sglang.common.errors import ConfigError
-from pla_sglang.policy.common.survival import KINDS, Curve, Seen, SurvivalKnobs, SurvivalPredictor, fit_curve, kinds_of
+from pla_sglang.policy.common.survival import (
+    KINDS,
+    Seen,
+    SurvivalCurve,
+    SurvivalKnobs,
+    SurvivalPredictor,
+    fit_curve,
+    kinds_of,
+)
 from pla_sglang.policy.interface.remaining_length import EndedAnswer, Floats, RunningAnswer, RunningAnswers
 
 LENGTHS = st.lists(st.tuples(st.integers(1, 400), st.booleans()), min_size=1, max_size=60)
@@ -246,7 +254,7 @@ def seen_of(lengths: list[tuple[int, bool]]) -> Seen:
     return Seen(np.zeros(len(until)), until, np.array([whole for _, whole in lengths]))
 
 
-def value_at(curve: Curve, at: int) -> tuple[float, int]:
+def value_at(curve: SurvivalCurve, at: int) -> tuple[float, int]:
     place = np.searchsorted(curve.generated, at, side="right") - 1
     return float(curve.median[place]), int(curve.behind[place])
 

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from bench.lab.papers.charts import Panel, curves, draw, lines
 from bench.lab.papers.context import Context, describe, trace_named
+from bench.lab.papers.dopd_device import Device, decode_concurrency
 from bench.lab.papers.dopd_testbed import (
     DECODE_KV_TOKENS,
     ONE_A_PASS,
@@ -32,7 +33,6 @@ from bench.lab.world import Steady, World, rate_of_ends, steady
 from pla_sglang.policy.baselines.dispatch import MinimalLoad
 from pla_sglang.policy.common.tables import DecodeTable, PrefillTable
 from pla_sglang.policy.dopd.ratio import optimal_ratio
-from pla_sglang.policy.dopd.tensor_parallel import Device, decode_concurrency
 from pla_sglang.policy.interface.fleet import InstanceKind, Role
 from pla_sglang.policy.registry import Setup, build
 from pla_sglang.profiles import load_profile

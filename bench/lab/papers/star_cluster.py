@@ -22,13 +22,14 @@ import numpy.typing as npt
 from bench.lab.papers.context import Context
 from bench.lab.papers.finding import Claim, Point
 from bench.lab.papers.seeds import Change, geometric_mean, measure_change
+from bench.lab.papers.star_errors import FIGURE_7_SHARES, Refining
 from bench.lab.world import World
 from pla_sglang.policy.baselines.dispatch import least_tokens, split_roles
 from pla_sglang.policy.interface.decisions import Controller
 from pla_sglang.policy.interface.remaining_length import NoPrediction, Oracle, RemainingPredictor
 from pla_sglang.policy.star.horizon import HorizonKnobs
 from pla_sglang.policy.star.policy import StarKnobs, StarRescheduler
-from pla_sglang.policy.star.predictors import FIGURE_7_SHARES, PAPER_BINS, Binned, Refining
+from pla_sglang.policy.star.predictors import PAPER_BINS, Binned
 from pla_sglang.policy.star.select import SelectKnobs
 from pla_sglang.profiles import StepProfile, load_profile
 from pla_sglang.sim.core.config import InstanceSpec

@@ -96,6 +96,7 @@ class StatelessEngine:
             list_waiting=self._list_waiting,
             share=config.hold_share,
         )
+        self.holder = self.migration.holder
         self.used_rooms = ends.sending.rooms
         self._rooms, self._tick_s = UnclaimedRooms(), 0.0
         self._series = None if series is None else LegSeries(series)
@@ -185,7 +186,7 @@ class StatelessEngine:
     def _is_taken(self, kind: LegKind, room: int) -> bool:
         """Tells whether another leg or paused request has the room of one that comes: all ranks know as much."""
         if kind is LegKind.PREFILL:
-            return room in self.used_rooms or room in self.migration.holder.holds
+            return room in self.used_rooms or room in self.holder.holds
         return kind is LegKind.DECODE and self.receiver.waits_for(room)
 
     def _refuse(self, req: Any, reason: str, status: HTTPStatus) -> None:
@@ -205,10 +206,10 @@ class StatelessEngine:
         return kind_of(req) is not LegKind.PREFILL
 
     def list_paused(self) -> list[Any]:
-        return [hold.req for hold in self.migration.holder.holds.values()]
+        return [hold.req for hold in self.holder.holds.values()]
 
     def list_joining(self) -> list[Any]:
-        return [*self.receiver.ready, *self.migration.holder.list_returning()]
+        return [*self.receiver.ready, *self.holder.list_returning()]
 
     def describe_load(self) -> LegLoad:
         return LegLoad.of_state(self.state())
@@ -219,9 +220,7 @@ class StatelessEngine:
         """After the host has aborted what it knows of."""
         self._attempt(lambda: self.sender.abort(matches), "an abort at the sending end", self.sender)
         self._attempt(lambda: self.receiver.abort(matches), "an abort at the receiving end", self.receiver)
-        self._attempt(
-            lambda: self.migration.holder.abort(matches), "an abort of paused requests", self.migration.holder
-        )
+        self._attempt(lambda: self.holder.abort(matches), "an abort of paused requests", self.holder)
 
     def end_all_legs(self) -> None:
         """Before the host takes its batches apart: it must not free what a transfer may still read.
@@ -229,7 +228,7 @@ class StatelessEngine:
         Paused requests are no legs: the host takes them apart with its running batch, and computes them again.
         """
         scheduler = self._scheduler
-        self._attempt(self._return_held, "returning paused requests", self.migration.holder)
+        self._attempt(self._return_held, "returning paused requests", self.holder)
         self._attempt(lambda: self.sender.abort(lambda rid: True), "an abort at the sending end", self.sender)
         self._attempt(lambda: self.receiver.abort(lambda rid: True), "an abort at the receiving end", self.receiver)
         leave = functools.partial(self.sender.before_pass, scheduler.running_batch, scheduler.last_batch)
@@ -238,7 +237,7 @@ class StatelessEngine:
     def _return_held(self) -> None:
         running_batch = self._scheduler.running_batch
         # Of the running batch only its requests are looked at.
-        running_batch.reqs = [*running_batch.reqs, *self.migration.holder.return_all()]
+        running_batch.reqs = [*running_batch.reqs, *self.holder.return_all()]
 
     def _list_waiting(self) -> list[Any]:
         """Requests that are here and do not run."""
@@ -252,7 +251,7 @@ class StatelessEngine:
 
     def before_pass(self, running_batch: Any, last_batch: Any) -> Any:
         """Moves everything one step; the running batch with those whose KV has arrived."""
-        sender, receiver, holder = self.sender, self.receiver, self.migration.holder
+        sender, receiver, holder = self.sender, self.receiver, self.holder
         self._attempt(lambda: sender.before_pass(running_batch, last_batch), "leaving the last batch", sender)
         now_s = self.now_s()
         self._attempt(
@@ -305,7 +304,7 @@ class StatelessEngine:
             self.connector.drop(peer)
 
     def _forget_rooms(self, now_s: float) -> None:
-        claimed = {leg.req.bootstrap_room for leg in self.sender.legs.values()} | set(self.migration.holder.holds)
+        claimed = {leg.req.bootstrap_room for leg in self.sender.legs.values()} | set(self.holder.holds)
         self._rooms.sweep(self._ends.sending.kv_manager, claimed, now_s)
 
     def _attempt(self, step: Callable[[], Any], what: str, *ends: Sender | Receiver | PausedRequests) -> None:
@@ -330,11 +329,11 @@ class StatelessEngine:
         """Tells whether anything is here that the host does not count."""
         ends = self._ends
         legs = self.sender.legs or ends.receiving.queue or ends.transfers.queue or self.receiver.ready
-        return bool(legs or self.deferred or self.migration.holder.holds)
+        return bool(legs or self.deferred or self.holder.holds)
 
     def reserve_growth(self, adder: Any) -> None:
         """Take the growth of requests that will soon decode off what a prefill pass may admit."""
-        for req in (*self.receiver.requests_with_memory(), *self.migration.holder.list_growing()):
+        for req in (*self.receiver.requests_with_memory(), *self.holder.list_growing()):
             reserve_kv(adder, output_tokens(req) * growth_ratio(req, adder.new_token_ratio))
 
     def state(self) -> dict[str, Any]:
@@ -379,7 +378,7 @@ class StatelessEngine:
                 "timeouts": self.deferred.timeouts,
             },
             "hops": True,  # requests can go on here; the router asks for that
-            "held": {"redone": self.redone, "pulled": self.receiver.pulled, **self.migration.holder.state()},
+            "held": {"redone": self.redone, "pulled": self.receiver.pulled, **self.holder.state()},
             "unclaimed_rooms": len(self._rooms),
             "refused": self.refused,
             "faults": self.faults.count,

@@ -62,7 +62,7 @@ def after_init_request_dispatcher(result: Any, scheduler: Any) -> None:
     scheduler._request_dispatcher += TypeBasedDispatcher(
         [
             (PlaPeers, _faults.guard("taking over a list of peers")(engine.on_peers)),
-            (PlaCommands, _faults.guard("taking orders for paused requests")(engine.migration.runner.take_message)),
+            (PlaCommands, _faults.guard("taking orders for paused requests")(engine.migration.take_message)),
         ]
     )
 
@@ -181,7 +181,7 @@ def _is_kept_from_host(manager: Any, message: list[bytes]) -> bool:
 @_faults.guard("taking a pull")
 def _take_pull(message: list[bytes]) -> None:
     if _engine is not None:  # else nothing can be held yet
-        _engine.migration.on_message(message)
+        _engine.migration.on_pull(message)
 
 
 def after_get_init_info(info: dict[str, Any], scheduler: Any) -> dict[str, Any]:

@@ -11,7 +11,7 @@ HOLD_RECHECK_S = 0.02  # a hold that waits for freed memory looks again this oft
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Hold:
+class HeldPass:
     """Until ``release_s``, and while the queue and the running requests stay as they were."""
 
     release_s: float
@@ -31,7 +31,7 @@ class Hold:
         )
 
 
-def hold_after(decision: PassDecision, scheduler: Any, running: int, now_s: float) -> Hold | None:
+def hold_after(decision: PassDecision, scheduler: Any, running: int, now_s: float) -> HeldPass | None:
     """The hold that follows a pass without a batch; None where only trying again can help."""
     queue = scheduler.waiting_queue
     if not queue or scheduler.chunked_req is not None or scheduler.enable_hierarchical_cache:
@@ -39,4 +39,4 @@ def hold_after(decision: PassDecision, scheduler: Any, running: int, now_s: floa
     if decision.action is not Action.HOLD and running == 0:
         return None  # nothing will be freed
     release_s = now_s + HOLD_RECHECK_S if decision.release_s is None else decision.release_s
-    return Hold(release_s, len(queue), queue[-1], running)
+    return HeldPass(release_s, len(queue), queue[-1], running)

@@ -13,18 +13,9 @@ from typing import Any
 from pla_sglang.plugin.engine.host.requests import fail_with_next_step, kv_committed_len
 from pla_sglang.plugin.engine.snapshot import tpot_target_s
 from pla_sglang.policy.common.device_clock import DeviceClock
+from pla_sglang.policy.interface.prefill import PassView
 
 TOKENS_ATTRIBUTE = "pla_tokens"
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class PassTimes:
-    """On the clock of the device: when the pass under decision begins, and when running requests had or will have the
-    last token that is decided already.
-    """
-
-    begin_s: float
-    last_token_s: float
 
 
 @dataclasses.dataclass(slots=True)
@@ -36,57 +27,58 @@ class _Tokens:
     seen_tokens: int
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class RunningDecodes:
-    """Sums over the running requests, the time from the start of the pass to the first next-token deadline, and the
-    least TPOT target."""
-
-    context_tokens: int
-    new_kv_tokens: int
-    token_slack_s: float | None
-    tpot_target_s: float | None
-
-
 class NextTokenClock:
     """Next-token deadlines (docs/reference/policies/temporal.md): token g + 1 is due g targets after the first one,
     or one target after the last token if that is later. Counted from where a request was first seen, which is at its
     first token if prefills wait then; what it was early before is not held to its account.
     """
 
-    def __init__(self, clock: DeviceClock) -> None:
+    def __init__(self, clock: DeviceClock, page_tokens: int) -> None:
         self._clock = clock
+        self._page_tokens = page_tokens
 
-    def read(self, reqs: Iterable[Any], times: PassTimes, default_ms: float | None, page_tokens: int) -> RunningDecodes:
-        """One look at each running request; what is first seen is stamped."""
+    def add_to(
+        self, view: PassView, reqs: Iterable[Any], begin_s: float, last_token_s: float, default_ms: float | None
+    ) -> None:
+        """What ``view`` has of running requests that may be piggybacked. One look at each of them; what is first seen
+        is stamped.
+
+        Args:
+            begin_s: when the pass under decision begins.
+            last_token_s: when they had or will have the last token that is decided already.
+            default_ms: TPOT target of those that bring none.
+        """
         context = new_pages = 0
         first_due_s: float | None = None
         least_target_s: float | None = None
         for req in reqs:
             committed = kv_committed_len(req)
             context += committed
-            new_pages += committed % page_tokens == 0
+            new_pages += committed % self._page_tokens == 0
             given = committed - len(req.origin_input_ids) + 1  # what is under way included
             tokens: _Tokens | None = getattr(req, TOKENS_ATTRIBUTE, None)
             if tokens is None:
-                tokens = self._stamp(req, given, times, default_ms)
+                tokens = self._stamp(req, given, last_token_s, default_ms)
             if tokens.target_s is None:
                 continue
             if least_target_s is None or tokens.target_s < least_target_s:
                 least_target_s = tokens.target_s
             steps = given - tokens.seen_tokens + 1
-            due_s, next_s = tokens.seen_s + steps * tokens.target_s, times.last_token_s + tokens.target_s
+            due_s, next_s = tokens.seen_s + steps * tokens.target_s, last_token_s + tokens.target_s
             if due_s < next_s:
                 due_s = next_s
             if first_due_s is None or due_s < first_due_s:
                 first_due_s = due_s
-        slack_s = None if first_due_s is None else first_due_s - times.begin_s
-        return RunningDecodes(context, new_pages * page_tokens, slack_s, least_target_s)
+        view.context_tokens = context
+        view.piggyback_kv_tokens = new_pages * self._page_tokens
+        view.token_slack_s = None if first_due_s is None else first_due_s - begin_s
+        view.tpot_target_s = least_target_s
 
-    def _stamp(self, req: Any, given: int, times: PassTimes, default_ms: float | None) -> _Tokens:
+    def _stamp(self, req: Any, given: int, last_token_s: float, default_ms: float | None) -> _Tokens:
         target_s = tpot_target_s(req, default_ms)
         if target_s is not None:
             target_s = self._clock.device_s(target_s)
-        tokens = _Tokens(target_s, times.last_token_s, given)
+        tokens = _Tokens(target_s, last_token_s, given)
         setattr(req, TOKENS_ATTRIBUTE, tokens)
         return tokens
 

@@ -19,10 +19,10 @@ from pla_sglang.plugin.config import DOPD, PlaConfig
 from pla_sglang.plugin.engine import apply, snapshot
 from pla_sglang.plugin.engine.backlog import sum_class_queue
 from pla_sglang.plugin.engine.clock import PlaTick
-from pla_sglang.plugin.engine.hold import Hold, hold_after
+from pla_sglang.plugin.engine.hold import HeldPass, hold_after
 from pla_sglang.plugin.engine.knobs import scheduler_knobs
 from pla_sglang.plugin.engine.pass_timer import PassTimer, computes_in_launch, make_marks
-from pla_sglang.plugin.engine.piggybacked import NextTokenClock, PassTimes, keeps_decodes_out, may_piggyback
+from pla_sglang.plugin.engine.piggybacked import NextTokenClock, keeps_decodes_out, may_piggyback
 from pla_sglang.plugin.engine.queue_views import QueueViews
 from pla_sglang.plugin.engine.step_measurement import StepMeasurement
 from pla_sglang.plugin.engine.telemetry import LONG, SHORT, Telemetry
@@ -57,12 +57,12 @@ class PrefillAdapter:
         self.context: apply.PassContext | None = None  # set only within a prefill pass
         self.now_s = self.decode_step_s = 0.0  # of rank 0, as last broadcast
         self.changes = 0
-        self._hold: Hold | None = None  # the last pass was held back
+        self._hold: HeldPass | None = None  # the last pass was held back
         self._published_s = 0.0
         self._decoded = True  # a decode step may have run since the last decision
         self._decoded_s = 0.0
         self._pass_end_s = 0.0  # of the pass launched last, as predicted
-        self._piggybacked = NextTokenClock(self.clock)
+        self._piggybacked = NextTokenClock(self.clock, scheduler.page_size)
         self._queue_shown: dict[str, ClassQueue] | None = None
 
     def on_host_complete(self) -> None:
@@ -193,14 +193,9 @@ class PrefillAdapter:
         # With overlap the pass before is still under way when the next one is decided.
         begin_s = max(self.now_s, self._pass_end_s) if scheduler.enable_overlap else self.now_s
         last_token_s = self.now_s - view.decode_wait_s if view.decode_wait_s > 0 else begin_s
-        times = PassTimes(begin_s, last_token_s)
-        piggybacked = self._piggybacked.read(running_batch.reqs, times, self.config.slo_tpot_ms, scheduler.page_size)
+        self._piggybacked.add_to(view, running_batch.reqs, begin_s, last_token_s, self.config.slo_tpot_ms)
         view.can_piggyback = True
         view.pass_budget_tokens = max(1, min(view.pass_budget_tokens, scheduler.max_prefill_tokens - view.running))
-        view.context_tokens = piggybacked.context_tokens
-        view.piggyback_kv_tokens = piggybacked.new_kv_tokens
-        view.token_slack_s = piggybacked.token_slack_s
-        view.tpot_target_s = piggybacked.tpot_target_s
 
     def _decodes_stay_out(self, view: PassView, decision: PassDecision) -> bool:
         """Tells whether the host would take no piggybacked decodes into the pass that was decided. Then ``view`` says

@@ -12,10 +12,8 @@ The frame, and least tokens, are in ``common/dispatch.py``.
 
 from __future__ import annotations
 
-import dataclasses
 from random import Random
 
-from pla_sglang.common.checks import Range, check_fields, knob
 from pla_sglang.policy.common.dispatch import (
     LeastLoad,
     Pool,
@@ -31,7 +29,6 @@ from pla_sglang.policy.interface.reasons import FleetReason, Reason
 
 __all__ = [  # with what moved to ``common``: packages of other authors import it from here
     "CacheAware",
-    "CacheAwareKnobs",
     "LeastLoad",
     "MinimalLoad",
     "Pool",
@@ -120,40 +117,28 @@ class MinimalLoad(PredictingPolicy, PoolDispatcher):
         return self.predictor.ttft_s(request, instance)
 
 
-@dataclasses.dataclass(frozen=True)
-class CacheAwareKnobs:
-    """As ``sglang_router.launch_router`` of version 0.3.2 sets them.
+class CacheAware(LeastLoad):
+    """Follows the prefix while loads are balanced. A miss goes to the least loaded, which fills its cache; of equals
+    the first, as in SGLang's router.
 
-    Attributes:
+    Attributes, as ``sglang_router.launch_router`` of version 0.3.2 sets them:
         match_share: least cached share of a prompt that is worth following.
         balance_requests, balance_ratio: loads are out of balance when the largest and the smallest number of requests
             differ by more than the first and by more than this factor; then the least loaded instance is taken.
     """
 
-    match_share: float = knob(0.3, allowed=Range(0, 1))
-    balance_requests: int = knob(64, allowed=Range(0))
-    balance_ratio: float = knob(1.5, allowed=Range(1))
+    match_share, balance_requests, balance_ratio = 0.3, 64, 1.5
 
-    def __post_init__(self) -> None:
-        check_fields(self, "cache")
-
-
-class CacheAware(LeastLoad):
-    """Follows the prefix while loads are balanced. A miss goes to the least loaded, which fills its cache; of equals
-    the first, as in SGLang's router.
-    """
-
-    def __init__(self, knobs: CacheAwareKnobs | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__(InstanceView.requests, FleetReason.LEAST_REQUESTS)
-        self.knobs = knobs or CacheAwareKnobs()
 
     def choose_prefill(self, pool: Pool, request: RequestView) -> tuple[InstanceView, Reason]:
         least = min(pool, key=InstanceView.requests)
         most = max(member.requests() for member in pool)
         fewest = least.requests()
-        if most - fewest > self.knobs.balance_requests and most > self.knobs.balance_ratio * fewest:
+        if most - fewest > self.balance_requests and most > self.balance_ratio * fewest:
             return least, FleetReason.CACHE_IMBALANCE
-        best, best_tokens = least, self.knobs.match_share * request.input_tokens
+        best, best_tokens = least, self.match_share * request.input_tokens
         hit = False
         for member in pool:
             tokens = request.cached.get(member.index, 0)

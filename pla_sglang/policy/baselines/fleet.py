@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from random import Random
 
 from pla_sglang.policy.baselines.dispatch import CacheAware, MinimalLoad, RoundRobin, TwoChoices, least_requests
-from pla_sglang.policy.baselines.migration import LoadMigration, LoadMigrationKnobs
+from pla_sglang.policy.baselines.migration import LoadMigration
 from pla_sglang.policy.baselines.scalers import (
     SlaKnobs,
     SlaScaler,
@@ -33,8 +33,7 @@ def _minimal_load(setup: Setup) -> MinimalLoad:
 
 
 def _load_migration(setup: Setup) -> Built:
-    knobs = LoadMigrationKnobs(interval_s=setup.move_interval_s)
-    return least_tokens(), (LoadMigration(knobs, setup.client_gain()),), setup.split()
+    return least_tokens(), (LoadMigration(setup.move_interval_s, setup.client_gain()),), setup.split()
 
 
 def _threshold_knobs(setup: Setup) -> ThresholdKnobs:

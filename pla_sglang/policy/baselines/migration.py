@@ -1,38 +1,23 @@
 """Migration by current load, similar to Llumnix: no prediction, one pair a tick.
 
 The instance with the least free KV cache per request hands a request to the one with most, if they differ by more than
-``threshold`` of a cache. The request is the shortest one (cheapest to move) that narrows the gap.
+``THRESHOLD`` of a cache. The request is the shortest one (cheapest to move) that narrows the gap.
 Where asked for, only a request whose client gains by the move is moved (``client_gain.py``).
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
-from pla_sglang.common.checks import Range, check_fields, knob
 from pla_sglang.policy.common.client_gain import ClientGain, DecodeLoad
 from pla_sglang.policy.interface.decisions import FleetAction, Hold, Migrate
 from pla_sglang.policy.interface.fleet import DecodeBatch, FleetView, InstanceView
 from pla_sglang.policy.interface.reasons import FleetReason
 
-
-@dataclasses.dataclass(frozen=True)
-class LoadMigrationKnobs:
-    """Attributes:
-    threshold: least difference of used shares of KV cache.
-    full: a target may be filled up to this share.
-    unknown_tokens, step_s: for the client's gain, where the rest of an answer or the token interval is not known.
-    """
-
-    threshold: float = knob(0.1, allowed=Range(0, 1))
-    full: float = knob(0.95, allowed=Range(0, 1, above=True))
-    interval_s: float = knob(0.5, allowed=Range(0, above=True))
-    unknown_tokens: int = knob(1024, allowed=Range(0))
-    step_s: float = knob(0.02, allowed=Range(0, above=True))
-
-    def __post_init__(self) -> None:
-        check_fields(self, "migration")
+THRESHOLD = 0.1  # least difference of used shares of KV cache
+FULL = 0.95  # a target may be filled up to this share
+# For the client's gain, where the rest of an answer or the token interval is not known.
+UNKNOWN_TOKENS, STEP_S = 1024, 0.02
 
 
 def used_share(instance: InstanceView) -> float:
@@ -46,10 +31,9 @@ class LoadMigration:
 
     moves_requests = True
 
-    def __init__(self, knobs: LoadMigrationKnobs | None = None, client: ClientGain | None = None) -> None:
-        self.knobs = knobs or LoadMigrationKnobs()
+    def __init__(self, interval_s: float = 0.5, client: ClientGain | None = None) -> None:
         self.client = client
-        self.interval_s = self.knobs.interval_s
+        self.interval_s = interval_s
 
     def tick(self, fleet: FleetView, now_s: float) -> list[FleetAction]:
         pool = fleet.decode_capable()
@@ -57,11 +41,11 @@ class LoadMigration:
             return [Hold(FleetReason.BALANCED)]
         source, target = max(pool, key=used_share), min(pool, key=used_share)
         gap = used_share(source) - used_share(target)
-        if gap <= self.knobs.threshold:
+        if gap <= THRESHOLD:
             return [Hold(FleetReason.BALANCED)]
         batch = fleet.decodes(source)
         pays = self._pays(source, target, batch)
-        room = (self.knobs.full - used_share(target)) * target.kv_capacity_tokens
+        room = (FULL - used_share(target)) * target.kv_capacity_tokens
         narrows = gap / (1 / source.kv_capacity_tokens + 1 / target.kv_capacity_tokens)
         best: int | None = None
         for place, tokens in enumerate(batch.tokens):
@@ -74,12 +58,12 @@ class LoadMigration:
 
     def _pays(self, source: InstanceView, target: InstanceView, batch: DecodeBatch) -> Sequence[bool]:
         """By which moves the clients gain; one for each request of ``batch``."""
-        if self.client is None or used_share(source) > self.knobs.full:
+        if self.client is None or used_share(source) > FULL:
             return [True] * len(batch.rids)
         return self.client.pays_for_batch(
             DecodeLoad(source.running, source.context_tokens, source.steps),
             DecodeLoad(target.running, target.context_tokens, target.steps),
             batch,
-            unknown_tokens=self.knobs.unknown_tokens,
-            interval_s=source.token_interval_s or self.knobs.step_s,
+            unknown_tokens=UNKNOWN_TOKENS,
+            interval_s=source.token_interval_s or STEP_S,
         )

@@ -1,6 +1,13 @@
 """Prefills on decode instances: the stall budget of their decodes, and the choice of an instance for a prefill.
 
-A prefill stops the decodes of its instance while it runs, or for a part of that time in a mixed batch (``stalls.py``).
+Where engines prefill and decode in turns, a prefill stops the decodes of its instance while it runs. Where running
+decodes are piggybacked on prefill passes, they get a token in each pass, and lose only what a pass takes longer than a
+token may: of a prefill's time
+
+    share = max(0, 1 - free / pass)      free = TPOT target - decode step
+
+with pass the duration of the smallest pass that such engines cut a prefill to (``Setup.riding_tokens``).
+
 A TPOT target is a mean over an answer, so an answer of n tokens tolerates stalls of n * (target - step) in total, step
 being the decode step without them. Each decode instance has a stall budget, a leaky bucket: a prefill adds what it
 takes from decodes, and ``rate`` seconds a second drain. While it holds at most ``depth`` seconds, an answer of n tokens
@@ -28,7 +35,6 @@ from collections.abc import Iterable
 from pla_sglang.common.checks import Range, check_fields, knob, require, require_order
 from pla_sglang.common.errors import ConfigError
 from pla_sglang.policy.arrow.policy import ArrowPolicy
-from pla_sglang.policy.combined.stalls import Stalls
 from pla_sglang.policy.interface.fleet import InstanceView, RequestView
 from pla_sglang.policy.interface.step_times import StepTimes
 
@@ -101,7 +107,9 @@ class InPlace:
         self.knobs = knobs
         self._arrow = arrow
         self._steps = steps
-        self._stalls = Stalls(steps, riding_tokens)
+        self._pass_s: float | None = None  # of the smallest pass that decodes are piggybacked on
+        if riding_tokens is not None:
+            self._pass_s = steps.prefill_s(riding_tokens, riding_tokens * riding_tokens, 0, 1)
         self._accounts: dict[int, _Account] = {}
         self._answers: deque[int] = deque(maxlen=knobs.answers)
         self._ended = 0
@@ -169,7 +177,11 @@ class InPlace:
     def _stall_s(self, request: RequestView, instance: InstanceView) -> float:
         """What the prefill of ``request`` takes from the decodes there."""
         free_s = self._arrow.knobs.tpot_slo_s - self._step_s(instance)
-        return self._arrow.predictor.own_s(request, instance) * self._stalls.share(free_s)
+        return self._arrow.predictor.own_s(request, instance) * self.lost_share(free_s)
+
+    def lost_share(self, free_s: float) -> float:
+        """Of a prefill's time, what decodes beside it lose that have ``free_s`` left beside a step."""
+        return 1.0 if self._pass_s is None else max(0.0, 1.0 - max(0.0, free_s) / self._pass_s)
 
     def _owed_s(self, instance: InstanceView, rate: float, now_s: float) -> float:
         account = self._accounts.get(instance.index)

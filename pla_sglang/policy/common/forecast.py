@@ -161,7 +161,7 @@ class HoltWinters:
         return self._season[count % self.knobs.season] if self.knobs.season else 0.0
 
 
-class Oracle:
+class KnownSeries:
     """Knows the series: the bound that no forecast can beat. ``future(k)`` is the value of interval k, from 0."""
 
     name = "oracle"

@@ -76,7 +76,7 @@ class Seen:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Curve:
+class SurvivalCurve:
     """The median length by tokens generated: ``median[i]`` from ``generated[i]`` (rising, first 0) up to the next.
 
     ``median``: nan where more than half go on beyond all that was seen. ``behind``: how many ends are longer.
@@ -86,7 +86,7 @@ class Curve:
     median: Floats
     behind: Ints
 
-    def spliced(self, whole: Curve, least_ends: int) -> Curve:
+    def spliced(self, whole: SurvivalCurve, least_ends: int) -> SurvivalCurve:
         """This one while it has that many ends behind, then ``whole``."""
         kept = int(np.searchsorted(-self.behind, -least_ends, side="right"))
         at = self.generated[kept] if kept < len(self.generated) else np.inf
@@ -96,14 +96,14 @@ class Curve:
         generated = np.concatenate([self.generated[:kept], whole.generated[places]])
         if joint:
             generated[kept] = at
-        return Curve(
+        return SurvivalCurve(
             generated,
             np.concatenate([self.median[:kept], whole.median[places]]),
             np.concatenate([self.behind[:kept], whole.behind[places]]),
         )
 
 
-def fit_curve(seen: Seen) -> Curve:
+def fit_curve(seen: Seen) -> SurvivalCurve:
     """The curve of these answers, in any order. Without an end nothing is known."""
     seen = seen.chosen(seen.until > seen.entry)
     lengths, ends = np.unique(seen.until[seen.ended], return_counts=True)
@@ -113,7 +113,7 @@ def fit_curve(seen: Seen) -> Curve:
     halves = np.searchsorted(lost, lost + math.log(2) - 1e-9)
     generated = np.concatenate([[0.0], lengths])
     median = np.append(generated, np.nan)[halves]
-    return Curve(generated, median, int(ends.sum()) - np.concatenate([[0], np.cumsum(ends)]).astype(np.int64))
+    return SurvivalCurve(generated, median, int(ends.sum()) - np.concatenate([[0], np.cumsum(ends)]).astype(np.int64))
 
 
 def kinds_of(prompt_tokens: Floats, limit_tokens: Floats, streamed: Floats) -> Ints:
@@ -205,7 +205,7 @@ class SurvivalPredictor(RemainingPredictor):
         models = {name: row for row, name in enumerate(dict.fromkeys(names))}
         rows = np.array([models[name] for name in names], dtype=np.int64)
         curve_of = np.zeros((len(models), KINDS), dtype=np.int64)
-        curves: list[Curve] = []
+        curves: list[SurvivalCurve] = []
         reach = np.zeros(len(models))
         for row in models.values():
             of_model = rows == row

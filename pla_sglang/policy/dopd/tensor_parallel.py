@@ -17,89 +17,21 @@ What the paper leaves open, and what is done here:
   within the share of the TTFT target that prefill may take. None is: the fastest, which by eq. 16 need not be the
   largest.
 * S and tau are not printed: a profile of each size has T_prefill, and t_d, measured. Its KV cache is V_mem / M_token,
-  and what one decode step reads within the target stands for V_BW.
+  and what one decode step reads within the target stands for V_BW. So eq. 11 to 14 are not computed here.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import enum
-import math
 from collections.abc import Sequence
 
-from pla_sglang.common.checks import require
 from pla_sglang.policy.common.capacity import max_running_tokens
 from pla_sglang.policy.dopd.ratio import optimal_ratio
 from pla_sglang.policy.interface.step_times import StepTimes
 
-BANDWIDTH_SHARE = 0.6  # alpha of eq. 12: "empirically, alpha = 0.6 is considered excellent"
 GRAPH_SHARE = 0.9  # of cc_g, section IV-B
 WAIT_SHARE = 0.5  # of the TTFT target, as ``PlannerKnobs.wait_share``: the rest is for waiting
-
-
-@dataclasses.dataclass(frozen=True)
-class Device:
-    """One GPU and the model on it.
-
-    Attributes:
-        memory_bytes: M_gpu.
-        reserved_bytes: M', peak activations and everything else that is neither weights nor KV cache.
-        bandwidth_bytes_per_s: BW.
-        weights_bytes: M_model, all GPUs of an instance together.
-        token_bytes: M_token, KV cache of one token.
-    """
-
-    memory_bytes: float
-    reserved_bytes: float
-    bandwidth_bytes_per_s: float
-    weights_bytes: float
-    token_bytes: float
-
-    def __post_init__(self) -> None:
-        for name in ("memory_bytes", "bandwidth_bytes_per_s", "token_bytes"):
-            require(f"device {name}", getattr(self, name), 0, above=True)
-        require("device weights_bytes", self.weights_bytes, 0)
-        require("device reserved_bytes", self.reserved_bytes, 0, self.memory_bytes)
-
-
-def memory_kv_bytes(device: Device, tensor_parallel: int) -> float:
-    """V_mem of eq. 11; negative where the weights do not fit."""
-    return (device.memory_bytes - device.reserved_bytes) * tensor_parallel - device.weights_bytes
-
-
-def bandwidth_kv_bytes(
-    device: Device, tensor_parallel: int, tpot_slo_s: float, share: float = BANDWIDTH_SHARE
-) -> float:
-    """V_BW of eq. 12: KV cache that can be read within one decode step of ``tpot_slo_s``."""
-    require("tpot_slo_s", tpot_slo_s, 0, above=True)
-    require("bandwidth share", share, 0, 1, above=True)
-    return tpot_slo_s * share * tensor_parallel * device.bandwidth_bytes_per_s
-
-
-def decode_concurrency(
-    device: Device,
-    tensor_parallel: int,
-    *,
-    tpot_slo_s: float,
-    input_tokens: float,
-    output_tokens: float,
-    graph_batch: int | None = None,
-) -> int:
-    """cc_d of eq. 13, capped by the largest decode graph cc_g (eq. 14). 0 where the weights do not fit."""
-    require("input_tokens", input_tokens, 0)
-    require("output_tokens", output_tokens, 0)
-    request_bytes = (input_tokens + output_tokens / 2) * device.token_bytes
-    require("bytes of a request", request_bytes, 0, above=True)
-    room = min(memory_kv_bytes(device, tensor_parallel), bandwidth_kv_bytes(device, tensor_parallel, tpot_slo_s))
-    concurrency = max(0, math.floor(room / request_bytes))
-    return concurrency if graph_batch is None else min(concurrency, graph_batch)
-
-
-def prefill_latency_s(work_s: float, speedup: float, communication_s: float) -> float:
-    """Eq. 16: T(ISL, TP) = C(ISL) / S(TP) + tau(TP), C in seconds of one GPU. Raises ConfigError unless S is above
-    0."""
-    require("speedup", speedup, 0, above=True)
-    return work_s / speedup + communication_s
 
 
 class SizeReason(enum.Enum):

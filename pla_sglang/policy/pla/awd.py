@@ -16,7 +16,7 @@ Line by line, and where this differs from the paper with the reason:
 
 W(t) = clip(min(W_SLA, W_GR), [W_min, W_max]) as in section 3.2, mode (a), counted from the moment of the decision. The
 wait of the oldest request is held to the W of line 13 plus one arrival, so that windows grow from what was observed.
-Without any deadline W_GR alone counts, mode (b), and a batch is also full at M_s tokens ("token-max").
+Without any deadline W_GR alone counts, mode (b). In both a batch is full at M_s tokens, which are those of a pass.
 
 One rule is added: waiting must have a gain. With B waiting and the next arrival expected in 1/r seconds, dispatching
 now costs the B their step and the new request the rest of that step plus its own; waiting costs all the wait and one
@@ -28,7 +28,6 @@ With a layout of captured graphs (``AwdKnobs.layout``) a batch costs what its bu
 from __future__ import annotations
 
 import dataclasses
-import enum
 from collections.abc import Callable, Iterable, Sequence
 
 from pla_sglang.common.checks import Range, check_fields, knob, require_order
@@ -36,11 +35,6 @@ from pla_sglang.policy.common.step_model import StepModel
 from pla_sglang.policy.interface.prefill import Reason, WaitingView
 from pla_sglang.policy.pla.graphs.batching import GROUPED_VIEWS, bucket_first, computed_tokens
 from pla_sglang.policy.pla.graphs.layouts import Layout
-
-
-class AwdMode(enum.Enum):
-    SLA = "sla"  # at least one waiting short has a deadline
-    TOKEN_MAX = "token_max"  # deadline-free
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +46,6 @@ class AwdKnobs:
         slack_s: sigma, the slack at which a batch is dispatched at once.
         margin_s: delta, kept back from the SLA window.
         depth_max: D at the start, from the captured shapes and the memory budget.
-        token_max: M_s, new tokens at which a deadline-free batch is full; None: the pass budget.
         layout: shapes of the captured graphs that batches are fitted to; None: they take any mix of lengths as it is.
     """
 
@@ -61,7 +54,6 @@ class AwdKnobs:
     slack_s: float = knob(0.002, allowed=Range(0))
     margin_s: float = knob(0.002, allowed=Range(0))
     depth_max: int = knob(64, allowed=Range(1))
-    token_max: int | None = None
     layout: Layout | None = None
 
     def __post_init__(self) -> None:
@@ -120,8 +112,6 @@ class Awd:
             alternative_s: what the device would do instead of this batch takes at least so long (a long's chunk); a
                 function is asked only where the answer matters.
         """
-        if self._mode(short_prompts) is AwdMode.TOKEN_MAX and self.knobs.token_max is not None:
-            budget_tokens = min(budget_tokens, self.knobs.token_max)
         layout = self.knobs.layout
         candidates = self._candidates(short_prompts, now_s, model)
         batch, full = take_batch(candidates, budget_tokens, min(slots, self.knobs.depth_max))
@@ -169,11 +159,6 @@ class Awd:
         slack_s = least_slack_s([first], now_s, batch_step_s([first], model, layout=layout))
         assert slack_s is not None, "it has a deadline"
         return first if slack_s <= max(self.knobs.slack_s, self.knobs.margin_s) else None
-
-    def _mode(self, short_prompts: Sequence[WaitingView]) -> AwdMode:
-        """By the requests that could be in the next batch; the queue behind them may be long."""
-        head = short_prompts[: self.knobs.depth_max]
-        return AwdMode.SLA if any(view.deadline_s is not None for view in head) else AwdMode.TOKEN_MAX
 
     def _longest_wait_s(self, rate_per_s: float) -> float:
         """From the arrival of the oldest: at most one arrival longer than batches have been seen to take to fill."""

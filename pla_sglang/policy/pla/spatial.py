@@ -34,12 +34,10 @@ class SpatialKnobs:
 
     Attributes:
         ttft_slo_s: target of requests that bring none.
-        spill: allow the other pool at all.
         spill_at: share of what is left of the target that the own pool may use up before the other one is looked at.
     """
 
     ttft_slo_s: float
-    spill: bool = True
     spill_at: float = knob(0.75, allowed=Range(0, 1, above=True))
 
     def __post_init__(self) -> None:
@@ -89,7 +87,7 @@ class SpatialDispatcher(PredictingPolicy):
         own = [instance for instance in level if instance.length_class in (None, length_class)]
         reason = FleetReason.PLA_SHORT if length_class is PrefillClass.SHORT else FleetReason.PLA_LONG
         best = self._soonest(own, request, reason)
-        if best is not None and (best.ttft_s <= left_s or not self.knobs.spill):
+        if best is not None and best.ttft_s <= left_s:
             return best
         others = [instance for instance in level if instance.length_class not in (None, length_class)]
         away = FleetReason.PLA_HOLDER if history and not own else FleetReason.PLA_SPILL

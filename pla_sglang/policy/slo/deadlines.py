@@ -22,7 +22,7 @@ from pla_sglang.policy.pla.boundary import Boundary
 from pla_sglang.policy.pla.class_queues import ClassQueues
 from pla_sglang.policy.pla.long_prompts import LongKnobs, LongQueue, aged_at_s
 from pla_sglang.policy.slo.knobs import SloKnobs
-from pla_sglang.policy.slo.plan import Plan, Turn, due_of, plan_moore_hodgson
+from pla_sglang.policy.slo.plan import DeadlinePlan, Turn, due_of, plan_moore_hodgson
 
 _LATEST_S = operator.attrgetter("latest_s")
 _OVERTAKEN_S = operator.attrgetter("overtaken_s")
@@ -94,7 +94,7 @@ class Deadlines:
         model: StepModel,
         *,
         spare: float,
-    ) -> Plan | None:
+    ) -> DeadlinePlan | None:
         """Which of those that are not deferred meet their targets (``plan.py``); None where the usual order counts.
 
         That is so where all have time, where too many wait for a plan, where priorities differ, and where somebody

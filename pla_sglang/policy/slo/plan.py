@@ -41,7 +41,7 @@ _DUE_S = operator.attrgetter("due_s")
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
-class Plan:
+class DeadlinePlan:
     """Attributes:
     turns: of those that are kept, by their deadlines.
     rejected: the others, by identity.
@@ -70,7 +70,7 @@ class Plan:
         return True
 
 
-def plan_moore_hodgson(turns: Iterable[Turn], now_s: float) -> Plan:
+def plan_moore_hodgson(turns: Iterable[Turn], now_s: float) -> DeadlinePlan:
     """Moore and Hodgson's plan from ``now_s`` on."""
     ordered = sorted(turns, key=_DUE_S)
     at_s, largest, rejected = now_s, list[tuple[float, int, Turn]](), set[int]()
@@ -81,7 +81,7 @@ def plan_moore_hodgson(turns: Iterable[Turn], now_s: float) -> Plan:
             gone = heapq.heappop(largest)[2]
             at_s -= gone.service_s
             rejected.add(id(gone.view))
-    return Plan([turn for turn in ordered if id(turn.view) not in rejected], frozenset(rejected))
+    return DeadlinePlan([turn for turn in ordered if id(turn.view) not in rejected], frozenset(rejected))
 
 
 def due_of(view: WaitingView, now_s: float) -> float:

@@ -27,7 +27,7 @@ from pla_sglang.policy.pla.temporal import Candidates, TemporalPolicy, parts_of
 from pla_sglang.policy.slo.deadlines import DeadlineQueues, Deadlines, TargetLongPrompts
 from pla_sglang.policy.slo.knobs import EnginePolicyKnobs
 from pla_sglang.policy.slo.overdue import OverdueShare, share_of, take_overdue
-from pla_sglang.policy.slo.plan import Plan, spare_share
+from pla_sglang.policy.slo.plan import DeadlinePlan, spare_share
 from pla_sglang.policy.slo.reservation import ReservationOrder
 from pla_sglang.policy.slo.reserve import leave_reserve
 from pla_sglang.policy.slo.turns import ArrivalOrder
@@ -252,7 +252,9 @@ class SloPolicy(TemporalPolicy):
         if before is None or field.pick is None or before.view is not field.pick.view:
             field.why = Reason.LOST_LONG
 
-    def _find_first_long(self, plan: Plan, short_prompts: Sequence[WaitingView], view: PassView) -> LongPick | None:
+    def _find_first_long(
+        self, plan: DeadlinePlan, short_prompts: Sequence[WaitingView], view: PassView
+    ) -> LongPick | None:
         """The first of the plan that can run now; None where that is a short."""
         chunk, among_shorts = view.chunk, {id(short) for short in short_prompts}
         limit = min(self.long_prompts.knobs.chunk_max_tokens or 0, view.pass_budget_tokens)

@@ -180,22 +180,3 @@ def _padded(batches: Sequence[DecodeBatch]) -> tuple[Floats, Floats, list[slice]
     remaining[places] = np.where(np.isnan(known), np.inf, np.maximum(known, 1.0))
     tokens[places] = np.concatenate([batch.tokens for batch in batches])
     return remaining, tokens, [slice(count) for count in counts]
-
-
-def trace(tokens: int, remaining: float, steps: Sequence[float]) -> list[float]:
-    """x_j of one request on the grid."""
-    return [tokens + step if step < remaining else 0.0 for step in steps]
-
-
-def reduction(
-    source: Sequence[float],
-    target: Sequence[float],
-    moved: Sequence[float],
-    weights: Sequence[float],
-    instances: int,
-) -> float:
-    """By how much the move lowers the objective; one pass over the H grid steps. The definition, for tests."""
-    total = 0.0
-    for held, other, part, weight in zip(source, target, moved, weights, strict=True):
-        total += weight * part * (held - other - part)
-    return 2.0 / instances * total

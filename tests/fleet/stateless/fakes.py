@@ -9,7 +9,7 @@ from typing import Any
 
 from support.request_fields import RequestFields
 
-from pla_sglang.fleet.stateless.host.calls import Outcome
+from pla_sglang.fleet.stateless.host.calls import SendPoll
 from pla_sglang.fleet.stateless.transfer.rooms import UsedRooms
 from pla_sglang.plugin.engine.host.requests import set_extend
 
@@ -18,12 +18,12 @@ class FakeSender:
     """Of one request; ``outcome`` is what its transfer has come to."""
 
     def __init__(self) -> None:
-        self.outcome = Outcome.OPEN
+        self.outcome = SendPoll.OPEN
         self.aborted = self.cleared = False
         self.forget: Callable[[], object] = lambda: None  # who has asked for its KV
 
     def abort(self) -> None:
-        self.aborted, self.outcome = True, Outcome.FAILED
+        self.aborted, self.outcome = True, SendPoll.FAILED
 
     def clear(self) -> None:
         self.cleared = True

@@ -11,7 +11,7 @@ from fleet.stateless.fakes import FakeSendQueue
 from support.request_fields import RequestFields
 
 from pla_sglang.fleet.stateless.host import calls
-from pla_sglang.fleet.stateless.host.calls import Outcome
+from pla_sglang.fleet.stateless.host.calls import SendPoll
 from pla_sglang.fleet.stateless.requests import migration
 from pla_sglang.fleet.stateless.requests.commands import Command
 from pla_sglang.fleet.stateless.requests.migration import MigrationSide
@@ -218,7 +218,7 @@ class HopScene:
     def order(self, *commands: Command) -> int:
         """Send a message; its ticket."""
         self._tickets += 1
-        self.migration.runner.take_message(SimpleNamespace(ticket=self._tickets, commands=commands))
+        self.migration.take_message(SimpleNamespace(ticket=self._tickets, commands=commands))
         return self._tickets
 
     def hold(self, req: HopRequest, room: int = 7, for_s: float = 10.0) -> Any:
@@ -248,7 +248,7 @@ class HopScene:
     def ask(self, room: int = 7) -> Any:
         """An instance says where the KV of a room goes; its sender."""
         sender = self.migration.holder.holds[room].export_request.disagg_kv_sender
-        sender.outcome = Outcome.ASKED
+        sender.outcome = SendPoll.ASKED
         self.before()
         return sender
 

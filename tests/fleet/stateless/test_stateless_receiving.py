@@ -22,9 +22,7 @@ from pla_sglang.plugin.engine import backlog
 from pla_sglang.plugin.engine.faults import Faults
 
 AGAIN = Peer("b", "10.0.0.2", 9001, "i2")
-NO_HOPS: Any = SimpleNamespace(
-    holder=SimpleNamespace(abort=lambda matches: 0, list_growing=list, list_returning=list, holds={})
-)
+NO_HOLDS: Any = SimpleNamespace(abort=lambda matches: 0, list_growing=list, list_returning=list, holds={})
 ACCEPTING = SimpleNamespace(
     _set_or_validate_priority=lambda req: True, model_config=SimpleNamespace(think_end_ids=None)
 )
@@ -214,7 +212,7 @@ def engine_of_fakes() -> StatelessEngine:
     engine.faults = Faults()
     engine._agree = lambda flags: flags
     engine.sender = engine.receiver = FakeEnd()  # type: ignore[assignment]
-    engine.migration, engine.redone = NO_HOPS, 0
+    engine.holder, engine.redone = NO_HOLDS, 0
     engine.used_rooms = UsedRooms()
     return engine
 
@@ -422,7 +420,7 @@ def test_a_source_without_kv_for_a_leg_is_a_failed_transfer_and_for_a_pull_gone(
 def test_a_leg_whose_room_is_taken_is_refused(monkeypatch: pytest.MonkeyPatch, taken_by: str | None) -> None:
     engine, answers, added = engine_of_fakes(), list[int](), list[str]()
     engine.refused, engine._scheduler = 0, ACCEPTING
-    engine.migration = SimpleNamespace(holder=SimpleNamespace(holds={}))  # type: ignore[assignment]
+    engine.holder = SimpleNamespace(holds={})  # type: ignore[assignment]
     engine.book = PeerBook("127.0.0.1", 9000)
     engine.book.tell(PeerConfig(None, (PEER,)))
     engine.sender.add = lambda req, *rest: added.append(req.rid)  # type: ignore[method-assign]
@@ -430,7 +428,7 @@ def test_a_leg_whose_room_is_taken_is_refused(monkeypatch: pytest.MonkeyPatch, t
     req = FakeRequest("r", room=7)
     req.bootstrap_host, req.bootstrap_port = ("127.0.0.1", 9000) if taken_by != "a decode part" else PEER.address
     if taken_by == "a hold":
-        engine.migration.holder.holds[7] = None  # type: ignore[assignment]
+        engine.holder.holds[7] = None  # type: ignore[assignment]
     elif taken_by == "a leg":
         engine.used_rooms.begin(7)
     elif taken_by == "a leg that is over":

@@ -9,7 +9,7 @@ import pytest
 from fakes import FakeBatch, FakeRequest, FakeScheduler, FakeSendQueue
 
 from pla_sglang.fleet.stateless.host import calls
-from pla_sglang.fleet.stateless.host.calls import Outcome
+from pla_sglang.fleet.stateless.host.calls import SendPoll
 from pla_sglang.fleet.stateless.transfer.deferred_free import DeferredFree
 from pla_sglang.fleet.stateless.transfer.legs import Caps, SendLeg, SendState
 from pla_sglang.fleet.stateless.transfer.sending import GivenUpError, Sender
@@ -60,7 +60,7 @@ class Bench:
         req.disagg_kv_sender.forget = lambda: asked.pop(req.bootstrap_room, None)
         self.sender.add(req, 0.0)
         if connected:
-            req.disagg_kv_sender.outcome = Outcome.ASKED
+            req.disagg_kv_sender.outcome = SendPoll.ASKED
         return req
 
     def turn(
@@ -113,7 +113,7 @@ def test_a_leg_ends_when_its_kv_is_gone(bench: Bench) -> None:
     req = computed(bench)
     assert bench.scheduler.sent == [("a", None)]
     assert bench.answers == []
-    req.disagg_kv_sender.outcome = Outcome.DONE
+    req.disagg_kv_sender.outcome = SendPoll.DONE
     bench.turn(None, None)
     assert (bench.answers, bench.freed, bench.sender.legs) == ([("a", "sent")], ["a"], {})
 
@@ -252,7 +252,7 @@ def test_abort_during_the_last_pass(bench: Bench) -> None:
 
 def test_a_failed_transfer_is_an_error_with_its_reason(bench: Bench) -> None:
     req = computed(bench)
-    req.disagg_kv_sender.outcome = Outcome.FAILED
+    req.disagg_kv_sender.outcome = SendPoll.FAILED
     bench.turn(None, None)
     [(rid, reason)] = bench.answers
     assert rid == "a"
@@ -262,7 +262,7 @@ def test_a_failed_transfer_is_an_error_with_its_reason(bench: Bench) -> None:
 def test_a_target_that_gave_up_takes_its_leg_out_of_the_queue(bench: Bench) -> None:
     req = bench.add("a")
     bench.turn(None, None)
-    req.disagg_kv_sender.outcome = Outcome.FAILED
+    req.disagg_kv_sender.outcome = SendPoll.FAILED
     bench.turn(None, None)
     assert bench.scheduler.waiting_queue == []
     assert len(bench.answers) == 1
@@ -334,7 +334,7 @@ def test_a_transfer_that_takes_too_long(bench: Bench) -> None:
 def test_a_leg_whose_room_is_under_way_for_another_ends_alone(bench: Bench) -> None:
     """The host's own loop raises at it, and loses those that it has taken out before."""
     first, bad, last = (bench.add(rid) for rid in ("first", "bad", "last"))
-    bad.bootstrap_room, bad.disagg_kv_sender.outcome = 9, Outcome.DONE
+    bad.bootstrap_room, bad.disagg_kv_sender.outcome = 9, SendPoll.DONE
     bench.turn(None, None)
     assert [bench.state(req) for req in (first, last)] == [SendState.QUEUED] * 2
     bench.turn(None, None)
@@ -377,7 +377,7 @@ def test_what_a_leg_cannot_give_back_keeps_no_other_from_its_end(
     reqs = [computed(bench, rid) for rid in ("bad", "good")]
     OnceBroken(monkeypatch, calls, name, "bad")
     for req in reqs:
-        req.disagg_kv_sender.outcome = Outcome.DONE
+        req.disagg_kv_sender.outcome = SendPoll.DONE
     bench.turn(None, None)
     assert (bench.sender.legs, bench.sender.sent, bench.faults.count) == ({}, 2, 1)
     assert ("good", "sent") in bench.answers
@@ -431,7 +431,7 @@ def test_a_leg_that_fails_tells_its_receiver_and_an_abort_does_not(
         bench.queue.kv_manager.transfer_infos[room] = {"agent": SimpleNamespace(endpoint="h", dst_port=1)}
         bench.turn(None, None)
     failed = next(leg.req for leg in bench.sender.legs.values() if leg.req.rid == "failed")
-    failed.disagg_kv_sender.outcome = Outcome.FAILED
+    failed.disagg_kv_sender.outcome = SendPoll.FAILED
     bench.scheduler.waiting_queue = [req for req in bench.scheduler.waiting_queue if req is failed]
     bench.turn(None, None)
     assert told == [0]

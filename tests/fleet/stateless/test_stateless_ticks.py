@@ -30,8 +30,8 @@ def idle_engine(*, leg_room: int, held_room: int) -> Any:
         expire=nothing,
         take_ready=nothing,
     )
-    holder = SimpleNamespace(holds={held_room: None}, take_returning=nothing, list_growing=nothing)
-    engine.migration = SimpleNamespace(before_batches=nothing, holder=holder)
+    engine.migration = SimpleNamespace(before_batches=nothing)
+    engine.holder = SimpleNamespace(holds={held_room: None}, take_returning=nothing, list_growing=nothing)
     engine.adapters = SimpleNamespace(count_used=nothing, take=None)
     engine.deferred = SimpleNamespace(sweep=nothing)
     engine.book, engine.connector = PeerBook("127.0.0.1", 9000), SimpleNamespace(reconnect=nothing)

@@ -56,7 +56,7 @@ def test_a_hold_of_a_request_that_waits(monkeypatch: pytest.MonkeyPatch, place: 
         _prefetch_kvcache=lambda req: None,
     )
     engine, scene, req = engine_of(scheduler), HopScene(monkeypatch), HopRequest("r")
-    scene.migration.runner._list_waiting = engine._list_waiting
+    scene.migration._list_waiting = engine._list_waiting
     assert scene.hold(req, room=1) == {"status": "unknown"}
     put(engine, place, req)
     assert scene.hold(req, room=2) == {"status": "waiting"}

@@ -15,14 +15,13 @@ from support.fleets import LinearSteps, decode, fleet, mixed, names, predictor, 
 from pla_sglang.common.errors import ConfigError
 from pla_sglang.policy.baselines.dispatch import (
     CacheAware,
-    CacheAwareKnobs,
     MinimalLoad,
     PoolDispatcher,
     RoundRobin,
     TwoChoices,
     least_requests,
 )
-from pla_sglang.policy.baselines.migration import LoadMigration, LoadMigrationKnobs
+from pla_sglang.policy.baselines.migration import LoadMigration
 from pla_sglang.policy.baselines.scalers import SlaKnobs, SlaScaler, ThresholdKnobs, ThresholdScaler
 from pla_sglang.policy.common.dispatch import least_tokens, split_roles
 from pla_sglang.policy.common.scaling import Limits, Scaling
@@ -245,9 +244,6 @@ def test_sla_scaler_by_hand() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: CacheAwareKnobs(match_share=2.0), "match_share"),
-        (lambda: CacheAwareKnobs(balance_ratio=0.5), "balance_ratio"),
-        (lambda: LoadMigrationKnobs(full=0.0), "full"),
         (
             lambda: ThresholdKnobs(ttft_slo_s=1.0, low=0.9),
             "threshold low 0.9 is above high 0.8; allowed: minimum <= maximum",

@@ -11,14 +11,15 @@ import pytest
 from statsmodels.tsa.arima.model import ARIMA
 
 from pla_sglang.common.errors import ConfigError
-from pla_sglang.policy.common.arima import ArimaForecaster, ArimaKnobs
+from pla_sglang.policy.common import arima
+from pla_sglang.policy.common.arima import ArimaForecaster
 from pla_sglang.policy.common.forecast import (
     Corrected,
     Forecaster,
     HoltWinters,
     HoltWintersKnobs,
+    KnownSeries,
     LastValue,
-    Oracle,
     RecentPeak,
     next_values,
 )
@@ -32,7 +33,7 @@ MAKERS: dict[str, Callable[[], Forecaster]] = {
 }
 
 
-def arma(count: int, *, ar: float, ma: float, mean: float = 50.0, seed: int = 5) -> list[float]:
+def draw_arma(count: int, *, ar: float, ma: float, mean: float = 50.0, seed: int = 5) -> list[float]:
     rng = random.Random(seed)
     values, last, shock = [], mean, 0.0
     for _ in range(count):
@@ -68,7 +69,7 @@ def test_a_constant_series_is_forecast_exactly(name: str) -> None:
 
 
 def test_oracle_knows_the_coming_interval() -> None:
-    oracle = Oracle(lambda interval: 10.0 * interval)
+    oracle = KnownSeries(lambda interval: 10.0 * interval)
     assert oracle.next_value() == 0.0
     oracle.add(-1.0)
     assert oracle.next_value() == 10.0
@@ -79,7 +80,7 @@ def test_several_intervals_ahead(name: str) -> None:
     """Of a constant series the same, before the first value nothing; without a number one ahead is asked for."""
     forecaster = MAKERS[name]()
     assert forecaster.next_value(3) is None
-    for value in (*arma(30, ar=0.5, ma=0.2), *[7.0] * 120):
+    for value in (*draw_arma(30, ar=0.5, ma=0.2), *[7.0] * 120):
         forecaster.add(value)
         assert forecaster.next_value(1) == forecaster.next_value()
     assert forecaster.next_value(4) == pytest.approx(7.0, rel=1e-3)
@@ -94,13 +95,13 @@ def test_trend_season_and_script_go_on() -> None:
     for step in range(400):
         season.add(100.0 + 30.0 * (step % 4))
     assert [season.next_value(step) for step in (1, 2, 3, 4)] == pytest.approx([100.0, 130.0, 160.0, 190.0], rel=0.01)
-    oracle = Oracle(lambda interval: 10.0 * interval)
+    oracle = KnownSeries(lambda interval: 10.0 * interval)
     oracle.add(-1.0)
     assert oracle.next_value(3) == 30.0
 
 
 def test_the_largest_of_the_next_intervals() -> None:
-    series = [Oracle(lambda interval: [1.0, 2.0, 9.0, 3.0][interval]), LastValue()]
+    series = [KnownSeries(lambda interval: [1.0, 2.0, 9.0, 3.0][interval]), LastValue()]
     assert next_values(series, (None, 5.0), 2) == [2.0, 5.0]
     assert next_values(series, (0.0, None), 2) == [9.0, 5.0]
     assert next_values([LastValue()], (None,), 3) is None
@@ -115,24 +116,15 @@ def test_holt_winters_follows_a_line_and_a_season() -> None:
     assert error_of(HoltWinters(seasonal), season, 120) < 0.3 * error_of(LastValue(), season, 120)
 
 
-@pytest.mark.parametrize(
-    ("values", "order", "first_fit"),
-    [
-        (arma(110, ar=0.8, ma=0.4), (1, 0, 1), 90),
-        ([1000.0 + total for total in np.cumsum(arma(100, ar=0.6, ma=0.3, mean=0.0))], (2, 1, 1), 80),
-    ],
-    ids=["plain", "with differencing"],
-)
-def test_arima_by_recursion_is_what_statsmodels_forecasts(
-    values: list[float], order: tuple[int, int, int], first_fit: int
-) -> None:
-    p, d, q = order
-    ours = ArimaForecaster(ArimaKnobs(p=p, d=d, q=q, first_fit=first_fit, refit_error=99.0))
-    for value in values[:first_fit]:
+def test_arima_by_recursion_is_what_statsmodels_forecasts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arima, "FIRST_FIT", 80)
+    monkeypatch.setattr(arima, "REFIT_ERROR", 99.0)
+    values = [1000.0 + total for total in np.cumsum(draw_arma(100, ar=0.6, ma=0.3, mean=0.0))]
+    ours = ArimaForecaster()
+    for value in values[:80]:
         ours.add(value)
-    trend = "n" if d else "c"
-    theirs = ARIMA(np.array(values[:first_fit]), order=order, trend=trend).fit(method_kwargs={"maxiter": 50})
-    for value in values[first_fit:]:
+    theirs = ARIMA(np.array(values[:80]), order=(2, 1, 1), trend="n").fit(method_kwargs={"maxiter": 50})
+    for value in values[80:]:
         told = [ours.next_value(step) for step in (1, 2, 3)]
         assert told == pytest.approx(list(map(float, theirs.forecast(3))), rel=1e-4)
         ours.add(value)
@@ -140,29 +132,29 @@ def test_arima_by_recursion_is_what_statsmodels_forecasts(
 
 
 def test_arima_beats_the_last_value_where_there_is_something_to_learn() -> None:
-    values = arma(160, ar=-0.7, ma=0.0)
-    assert error_of(ArimaForecaster(ArimaKnobs(p=1, d=0, q=1)), values, 60) < 0.7 * error_of(LastValue(), values, 60)
+    values = [1000.0 + total for total in np.cumsum(draw_arma(160, ar=0.9, ma=0.0, mean=0.0))]
+    assert error_of(ArimaForecaster(), values, 60) < 0.7 * error_of(LastValue(), values, 60)
 
 
 def test_no_refit_while_forecasts_are_good_and_one_after_a_shift() -> None:
-    forecaster = ArimaForecaster(ArimaKnobs(p=1, d=1, q=1))
-    for value in arma(60, ar=0.5, ma=0.0):
+    forecaster = ArimaForecaster()
+    for value in draw_arma(60, ar=0.5, ma=0.0):
         forecaster.add(value)
     assert forecaster.fits == 1
-    for value in arma(20, ar=0.5, ma=0.0, mean=500.0):
+    for value in draw_arma(20, ar=0.5, ma=0.0, mean=500.0):
         forecaster.add(value)
     assert forecaster.fits == 2
 
 
 def test_a_forecast_is_never_negative() -> None:
-    forecaster = ArimaForecaster(ArimaKnobs(p=1, d=1, q=0))
+    forecaster = ArimaForecaster()
     for value in range(40, -1, -1):
         forecaster.add(float(value))
     assert forecaster.next_value() == 0.0
 
 
 def test_correction_takes_out_a_bias_within_its_bound() -> None:
-    low = Corrected(Oracle(lambda interval: 10.0), weight=0.5)
+    low = Corrected(KnownSeries(lambda interval: 10.0), weight=0.5)
     for _ in range(30):
         low.add(15.0)
     assert low.next_value() == pytest.approx(15.0)
@@ -174,10 +166,6 @@ def test_correction_takes_out_a_bias_within_its_bound() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: ArimaKnobs(p=9), "arima p 9 is out of range; allowed: 0 to 8"),
-        (lambda: ArimaKnobs(d=2), "arima d"),
-        (lambda: ArimaKnobs(first_fit=5), "arima first_fit 5 is out of range; allowed: at least 9"),
-        (lambda: ArimaKnobs(history=8), "arima history"),
         (lambda: HoltWintersKnobs(level=0.0), "level 0.0 is out of range; allowed: above 0"),
         (lambda: Corrected(LastValue(), bound=0.5), "correction bound"),
     ],
@@ -192,12 +180,13 @@ def test_a_fit_that_fails_leaves_the_last_value(monkeypatch: pytest.MonkeyPatch)
         raise np.linalg.LinAlgError("Schur decomposition solver error")
 
     monkeypatch.setattr(ARIMA, "fit", fail)
-    forecaster = ArimaForecaster(ArimaKnobs(d=0, refit_error=0.0))
-    for value in arma(40, ar=0.7, ma=0.2):
+    monkeypatch.setattr(arima, "REFIT_ERROR", 0.0)
+    forecaster = ArimaForecaster()
+    for value in draw_arma(40, ar=0.7, ma=0.2):
         forecaster.add(value)
         assert forecaster.next_value() == value
     assert forecaster.fits == 0
-    assert 1 < forecaster.failed_fits <= 1 + 28 // forecaster.knobs.refit_gap
+    assert 1 < forecaster.failed_fits <= 1 + 28 // arima.REFIT_GAP
 
 
 def test_the_recent_peak_is_kept_for_as_long_as_it_is_recent() -> None:

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 Agree = Callable[[Sequence[bool]], Sequence[bool]]  # what all ranks say together about each flag
 
 
-class Outcome(enum.Enum):
+class SendPoll(enum.Enum):
     """How a transfer stands, as all ranks see it."""
 
     OPEN = "open"  # the receiver has not said where the KV goes
@@ -42,19 +42,19 @@ def list_chunked(scheduler: Any, last_batch: Any) -> list[Any]:
     return [req for req in chunks if req is not None]
 
 
-def poll_senders(scheduler: Any, senders: Sequence[Any]) -> list[Outcome]:
+def poll_senders(scheduler: Any, senders: Sequence[Any]) -> list[SendPoll]:
     """How far each sender is; every rank gets the same answer."""
     from sglang.srt.disaggregation.base import KVPoll
     from sglang.srt.disaggregation.utils import poll_and_all_reduce_attn_cp_tp_group
 
     meaning = {
-        KVPoll.Failed: Outcome.FAILED,
-        KVPoll.Success: Outcome.DONE,
-        KVPoll.WaitingForInput: Outcome.ASKED,
-        KVPoll.Transferring: Outcome.UNDER_WAY,
+        KVPoll.Failed: SendPoll.FAILED,
+        KVPoll.Success: SendPoll.DONE,
+        KVPoll.WaitingForInput: SendPoll.ASKED,
+        KVPoll.Transferring: SendPoll.UNDER_WAY,
     }
     polls = poll_and_all_reduce_attn_cp_tp_group(senders, scheduler.attn_cp_cpu_group, scheduler.attn_tp_cpu_group)
-    return [meaning.get(poll, Outcome.OPEN) for poll in polls]
+    return [meaning.get(poll, SendPoll.OPEN) for poll in polls]
 
 
 def mark_failed(manager: Any, room: int) -> None:
@@ -187,7 +187,7 @@ def note_joining(reqs: Sequence[Any]) -> None:
         req.time_stats.set_decode_prebuilt_finish_time(now_s)
 
 
-class Moved:
+class EndMoved:
     """Why a request ends here that goes on at another instance; one of the host's finish reasons by its shape."""
 
     def to_json(self) -> dict[str, str]:
@@ -196,7 +196,7 @@ class Moved:
 
 def end_moved(scheduler: Any, req: Any) -> None:
     """End the stream of a request that goes on elsewhere."""
-    req.finished_reason = Moved()
+    req.finished_reason = EndMoved()
     req.time_stats.set_completion_time()
     scheduler.output_streamer.stream_output([req], req.return_logprob)
 

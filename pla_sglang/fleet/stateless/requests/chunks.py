@@ -22,7 +22,7 @@ from pla_sglang.common.errors import PlaError
 from pla_sglang.fleet.stateless.requests.tags import prompt_mark
 
 MOVED = "pla_moved"  # type of the finish reason of a request that another instance has
-_WANTS = object()  # goes up from the feed to ``Endpoint``: the next chunk is wanted
+_WANTS = object()  # goes up from the feed to ``EndpointRun``: the next chunk is wanted
 _END = object()  # comes down: there are no more
 
 
@@ -80,7 +80,7 @@ class Feed:
             yield chunk
 
 
-class Endpoint:
+class EndpointRun:
     """An endpoint's generator of events, which reads its chunks from a ``Feed``.
 
     It is stopped at one of two places: where it waits for a chunk (``_waiting`` is the step that it is in), or behind

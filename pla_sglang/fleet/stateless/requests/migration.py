@@ -19,7 +19,7 @@ from pla_sglang.fleet.stateless.requests.pausing import HELD_BACK, PausedRequest
 from pla_sglang.fleet.stateless.transfer.deferred_free import DeferredFree
 from pla_sglang.fleet.stateless.transfer.exports import AT_REST, KvExports, PausedRequest, PauseState
 from pla_sglang.fleet.stateless.transfer.legs import LegKind, kind_of
-from pla_sglang.fleet.stateless.transfer.rooms import OpenRooms, is_pull, send_refusal
+from pla_sglang.fleet.stateless.transfer.rooms import OpenRooms, send_refusal
 from pla_sglang.plugin.engine.faults import Faults
 
 MOST_TRIES = 64
@@ -29,12 +29,12 @@ UNKNOWN_ROOM: Answer = {"status": "unknown", "code": int(HTTPStatus.GONE)}
 class MigrationSide:
     """What a scheduler has for requests that migrate. Owned by its thread.
 
-    ``on_message`` is called by the thread that reads what receivers say.
+    ``on_pull`` is called by the thread that reads what receivers say.
 
     Args:
         queue: the sending end's (transfer.queues.SendQueue), with the rooms that this instance has used.
         agree: what all ranks say together about each flag.
-        list_waiting: requests that are here and do not run.
+        list_waiting: requests that are here and do not run: in queues, legs that wait for their handshake or KV.
         share: of KV memory and of request rows that paused requests may keep.
     """
 
@@ -49,47 +49,26 @@ class MigrationSide:
         list_waiting: Callable[[], Iterable[Any]],
         share: float,
     ) -> None:
+        self._scheduler = scheduler
+        self._list_waiting = list_waiting
+        self._faults = faults
+        self._jobs: list[Job] = []
         self.rooms = OpenRooms(functools.partial(send_refusal, queue.kv_manager))
         exports = KvExports(scheduler, queue, deferred, self.rooms, faults)
         self.holder = PausedRequests(scheduler, exports, agree, queue.rooms, faults, share=share)
-        self.runner = CommandRunner(scheduler, self.holder, list_waiting, faults)
 
-    def on_message(self, message: list[bytes]) -> bool:
-        """Tells whether ``message`` of a receiver was meant for this part: it asks for a paused request."""
-        if not is_pull(message):
-            return False
+    def on_pull(self, message: list[bytes]) -> None:
+        """A receiver asks for a paused request; nothing where that cannot be read."""
         if (pull := read_receiver(message)) is not None:
             self.rooms.on_pull(*pull)
-        return True
 
     def before_batches(self, running_batch: Any, last_batch: Any, now_s: float) -> None:
         """Before the host chooses: holds that were begun are made, and commands are carried out."""
         self.holder.settle(now_s)
-        self.runner.run(running_batch, last_batch)
+        self.run(running_batch, last_batch)
         self.holder.settle(now_s)  # without a step under way a hold is made at once
-        self.runner.run(running_batch, last_batch)
+        self.run(running_batch, last_batch)
         self.holder.pump(running_batch, now_s)
-
-
-class CommandRunner:
-    """Owned by the scheduler thread.
-
-    Args:
-        list_waiting: requests that are here and do not run: in queues, legs that wait for their handshake or KV.
-    """
-
-    def __init__(
-        self,
-        scheduler: Any,
-        holder: PausedRequests,
-        list_waiting: Callable[[], Iterable[Any]],
-        faults: Faults,
-    ) -> None:
-        self._scheduler = scheduler
-        self._holder = holder
-        self._list_waiting = list_waiting
-        self._faults = faults
-        self._jobs: list[Job] = []
 
     def take_message(self, message: Any) -> None:
         """From the broadcast, as every rank gets it."""
@@ -115,7 +94,7 @@ class CommandRunner:
     def _answer_fault(self, command: Command) -> Answer:
         """The request that the command is about ends when all ranks know; the other commands are carried out."""
         self._faults.note(f"{command.do} of room {command.room}")
-        holds = [hold for hold in self._holder.holds.values() if command.names(hold)]
+        holds = [hold for hold in self.holder.holds.values() if command.names(hold)]
         for hold in holds:
             hold.note_fault(f"a {command.do} was carried out")
         return {"status": "failed", "code": int(HTTPStatus.INTERNAL_SERVER_ERROR)}
@@ -124,16 +103,16 @@ class CommandRunner:
         """None: to be asked again in the next pass."""
         if command.do == HOLD:
             return self._hold_when_clear(job, command, running_batch, last_batch)
-        hold = self._holder.holds.get(command.room)
+        hold = self.holder.holds.get(command.room)
         if hold is not None and hold.state is PauseState.LEAVING:
             return None
         if hold is None or hold.state not in AT_REST:
             return UNKNOWN_ROOM
         if command.do == RESUME:
-            self._holder.resume(hold, "command")
+            self.holder.resume(hold, "command")
             return {"status": "resumed"}
-        self._holder.totals["committed"] += 1
-        self._holder.let_go(hold, functools.partial(calls.end_moved, self._scheduler, hold.req))
+        self.holder.totals["committed"] += 1
+        self.holder.let_go(hold, functools.partial(calls.end_moved, self._scheduler, hold.req))
         return {"status": "committed"}
 
     # -- hold ----------------------------------------------------------------------------------------------------------
@@ -152,7 +131,7 @@ class CommandRunner:
 
     def _hold(self, job: Job, command: Command, running_batch: Any, last_batch: Any) -> Answer | None:
         """None: ``job`` waits for the hold to be made."""
-        if any(hold.req.rid == command.rid for hold in self._holder.holds.values()):
+        if any(hold.req.rid == command.rid for hold in self.holder.holds.values()):
             return _refuse("it is held already, or on its way to or from a hold")
         if running_batch is None:
             return _refuse("the engine is paused")
@@ -166,10 +145,10 @@ class CommandRunner:
             return {"status": "finished"}
         if kind_of(req) is LegKind.PREFILL:
             return _refuse("a prefill part ends when its KV was sent")
-        if (reason := self._holder.reason_against(req, command.room)) is not None:
-            self._holder.totals["refused"] += 1
+        if (reason := self.holder.reason_against(req, command.room)) is not None:
+            self.holder.totals["refused"] += 1
             return _refuse(reason)
-        job.waits_for = self._holder.take(req, command.room, command.for_s, batches)
+        job.waits_for = self.holder.take(req, command.room, command.for_s, batches)
         running_batch.batch_is_full = False
         return None
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from typing import Any, Protocol
 
-from pla_sglang.fleet.stateless.requests.chunks import Endpoint, Feed, RefusedAnswerError, Step
+from pla_sglang.fleet.stateless.requests.chunks import EndpointRun, Feed, RefusedAnswerError, Step
 from pla_sglang.fleet.stateless.requests.delivered import Screen, Shown, add_event, read_event, set_created, write_seen
 
 
@@ -133,7 +133,7 @@ class MarkedStream:
         account: of what was shown.
     """
 
-    def __init__(self, endpoint: Endpoint, feed: Feed, steps: AsyncGenerator[Step, None], account: Account) -> None:
+    def __init__(self, endpoint: EndpointRun, feed: Feed, steps: AsyncGenerator[Step, None], account: Account) -> None:
         self._endpoint = endpoint
         self._feed = feed
         self._steps = steps

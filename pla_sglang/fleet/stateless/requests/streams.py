@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import HTTPException
 
 from pla_sglang.common.errors import ConfigError
-from pla_sglang.fleet.stateless.requests.chunks import Endpoint, Feed, RefusedAnswerError, read_steps
+from pla_sglang.fleet.stateless.requests.chunks import EndpointRun, Feed, RefusedAnswerError, read_steps
 from pla_sglang.fleet.stateless.requests.continued import Continuation
 from pla_sglang.fleet.stateless.requests.pieces import has_parser, split_steps
 from pla_sglang.fleet.stateless.requests.stream_marks import (
@@ -76,7 +76,7 @@ class OpenedStream:
             steps = read_steps(self.feed, incremental=incremental)
         if self._kind is Kind.CHAT and has_parser(args):
             steps = split_steps(steps, self._manager, self.feed, incremental=incremental)
-        return MarkedStream(Endpoint(events), self.feed, steps, account)
+        return MarkedStream(EndpointRun(events), self.feed, steps, account)
 
 
 def open_stream(manager: Any, obj: Any, kind: Kind) -> OpenedStream | None:

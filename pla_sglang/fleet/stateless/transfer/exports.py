@@ -16,13 +16,12 @@ from typing import Any
 
 from pla_sglang.common.errors import IllegalMoveError
 from pla_sglang.fleet.stateless.host import calls
-from pla_sglang.fleet.stateless.host.calls import Outcome
+from pla_sglang.fleet.stateless.host.calls import SendPoll
 from pla_sglang.fleet.stateless.transfer.deferred_free import DeferredFree
-from pla_sglang.fleet.stateless.transfer.fence import Fence, place_fence
-from pla_sglang.fleet.stateless.transfer.rooms import OpenRooms, forget_room
+from pla_sglang.fleet.stateless.transfer.fence import place_fence
+from pla_sglang.fleet.stateless.transfer.rooms import OpenRooms, give_back
 from pla_sglang.plugin.engine.faults import Faults
 from pla_sglang.plugin.engine.host.requests import set_extend
-from pla_sglang.plugin.engine.host.transfers import forget_sent
 
 logger = logging.getLogger(__name__)
 
@@ -147,13 +146,13 @@ class KvExports:
             lambda step: step[0].note_fault("offering its KV"),
         )
 
-    def _follow(self, hold: PausedRequest, outcome: Outcome) -> None:
-        if outcome is Outcome.FAILED:
+    def _follow(self, hold: PausedRequest, outcome: SendPoll) -> None:
+        if outcome is SendPoll.FAILED:
             self._fail(hold)
-        elif outcome is Outcome.DONE and hold.state is PauseState.SENDING:
+        elif outcome is SendPoll.DONE and hold.state is PauseState.SENDING:
             hold.move(PauseState.SENT)
             self.sent += 1
-        elif outcome is Outcome.ASKED and hold.state is PauseState.HELD:
+        elif outcome is SendPoll.ASKED and hold.state is PauseState.HELD:
             self._begin(hold)
 
     def _begin(self, hold: PausedRequest) -> None:
@@ -184,30 +183,18 @@ class KvExports:
         self._queue.rooms.end(hold.room)
         self.rooms.close(hold.room, refuse=hold.state is not PauseState.SENT)
         if hold.state is not PauseState.SENDING:
-            self._give_back(export_request)
+            give_back(self._scheduler, self._queue.kv_manager, export_request)
             return
         export_request.disagg_kv_sender.abort()  # workers skip what they have not begun
         fence = place_fence(self._queue.kv_manager)
         hold.readers += 1
         self._deferred.hold(
             0,  # its pages are the hold's
-            is_through=functools.partial(_has_passed, fence),
+            is_through=lambda: fence.passed,
             release=functools.partial(self._end_reading, hold, export_request),
             now_s=self._scheduler.pla_fleet.now_s(),
         )
 
     def _end_reading(self, hold: PausedRequest, export_request: Any) -> None:
         hold.readers -= 1
-        self._give_back(export_request)
-
-    def _give_back(self, export_request: Any) -> None:
-        """Sender entry and metadata buffer of a shadow that no transfer reads."""
-        manager = self._queue.kv_manager
-        export_request.disagg_kv_sender.clear()
-        forget_sent(manager, export_request.bootstrap_room)
-        forget_room(manager, export_request.bootstrap_room)
-        calls.free_metadata(self._scheduler, export_request)
-
-
-def _has_passed(fence: Fence) -> bool:
-    return fence.passed
+        give_back(self._scheduler, self._queue.kv_manager, export_request)

@@ -54,7 +54,7 @@ class Fence:
             logger.exception("pla_sglang: after the last transfer of a room")
 
 
-class Mark:
+class FenceMark:
     """Stands in a worker's queue in place of a chunk. Reading its room is how the worker says that it is there."""
 
     staging_counted = True  # of versions whose workers ask: they have nothing to count
@@ -74,7 +74,7 @@ def place_fence(manager: Any, on_passed: Callable[[], None] | None = None) -> Fe
     queues = manager.transfer_queues
     fence = Fence(len(queues), on_passed)
     for queue in queues:
-        queue.put(Mark(fence))
+        queue.put(FenceMark(fence))
     return fence
 
 

@@ -21,6 +21,7 @@ from pla_sglang.fleet.stateless.host import calls
 from pla_sglang.fleet.stateless.host.calls import is_registered, tcp_address
 from pla_sglang.fleet.stateless.host.side_channel import ABORT, NO_ROOM, PULL
 from pla_sglang.fleet.stateless.host.side_channel import Receiver as Puller
+from pla_sglang.plugin.engine.host.transfers import forget_sent
 
 logger = logging.getLogger(__name__)
 
@@ -32,8 +33,16 @@ GRACE_S = 0.5  # a pull may come before the hold of its room is made
 
 def forget_room(manager: Any, room: int) -> None:
     """What the sending KV manager has of a room that no transfer reads or writes for."""
+    forget_sent(manager, room)
     for name in ("transfer_infos", "request_status", "req_to_decode_prefix_len", "failure_records"):
         getattr(manager, name).pop(room, None)
+
+
+def give_back(scheduler: Any, manager: Any, req: Any) -> None:
+    """The sender's entry and the metadata buffer of ``req``, which no transfer reads."""
+    req.disagg_kv_sender.clear()
+    forget_room(manager, req.bootstrap_room)
+    calls.free_metadata(scheduler, req)
 
 
 class UsedRooms:

@@ -19,14 +19,13 @@ from typing import Any
 
 from pla_sglang.common.errors import PlaError
 from pla_sglang.fleet.stateless.host import calls
-from pla_sglang.fleet.stateless.host.calls import Outcome
+from pla_sglang.fleet.stateless.host.calls import SendPoll
 from pla_sglang.fleet.stateless.transfer.deferred_free import DeferredFree
-from pla_sglang.fleet.stateless.transfer.fence import Fence, place_fence
+from pla_sglang.fleet.stateless.transfer.fence import place_fence
 from pla_sglang.fleet.stateless.transfer.legs import Caps, SendLeg, SendState
-from pla_sglang.fleet.stateless.transfer.rooms import forget_room, send_refusal
+from pla_sglang.fleet.stateless.transfer.rooms import forget_room, give_back, send_refusal
 from pla_sglang.plugin.engine.faults import Faults
 from pla_sglang.plugin.engine.host.requests import extend_end, pool_row
-from pla_sglang.plugin.engine.host.transfers import forget_sent
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +95,7 @@ class Sender:
             self._queue.rooms.end(req.bootstrap_room)
             req.disagg_kv_sender.abort()
             req.disagg_kv_sender.clear()
-        self._forget_room(req.bootstrap_room)
+        forget_room(self._queue.kv_manager, req.bootstrap_room)
 
     def is_leg(self, req: Any) -> bool:
         return id(req) in self.legs
@@ -207,18 +206,18 @@ class Sender:
             steps, lambda step: self._follow(*step), "following a prefill part", lambda step: self._fail(step[0])
         )
 
-    def _follow(self, leg: SendLeg, outcome: Outcome) -> None:
+    def _follow(self, leg: SendLeg, outcome: SendPoll) -> None:
         if leg.state is SendState.HANDSHAKE:
-            if outcome is Outcome.ASKED:
+            if outcome is SendPoll.ASKED:
                 self._start(leg)
-            elif outcome is Outcome.FAILED:
+            elif outcome is SendPoll.FAILED:
                 self._end_unasked(leg)
-            elif outcome is not Outcome.OPEN:  # nothing was sent of this leg yet
+            elif outcome is not SendPoll.OPEN:  # nothing was sent of this leg yet
                 self._fail_transfer(leg, f"room {leg.req.bootstrap_room} is in use")
-        elif outcome is Outcome.FAILED:
+        elif outcome is SendPoll.FAILED:
             self._tell_receivers(leg)  # the host forgets who they are when it is asked what has failed
             self.give_up(leg, self._failure(leg))
-        elif outcome is Outcome.DONE and leg.state is SendState.SENDING:
+        elif outcome is SendPoll.DONE and leg.state is SendState.SENDING:
             self._complete(leg)
 
     def _start(self, leg: SendLeg) -> None:
@@ -333,7 +332,7 @@ class Sender:
         fence = place_fence(self._queue.kv_manager)
         self._deferred.hold(
             len(req.origin_input_ids),
-            is_through=functools.partial(_has_passed, fence),
+            is_through=lambda: fence.passed,
             release=functools.partial(self._release, leg),
             now_s=self._scheduler.pla_fleet.now_s(),
         )
@@ -371,14 +370,7 @@ class Sender:
     def _give_back(self, leg: SendLeg) -> None:
         """The sender's entry and the metadata buffer of a leg that no transfer reads."""
         leg.req.disagg_kv_sender.abort()
-        leg.req.disagg_kv_sender.clear()
-        self._forget_room(leg.req.bootstrap_room)
-        calls.free_metadata(self._scheduler, leg.req)
-
-    def _forget_room(self, room: int) -> None:
-        manager = self._queue.kv_manager
-        forget_sent(manager, room)
-        forget_room(manager, room)
+        give_back(self._scheduler, self._queue.kv_manager, leg.req)
 
     def _in(self, *states: SendState) -> list[SendLeg]:
         return [leg for leg in self.legs.values() if leg.state in states]
@@ -387,7 +379,3 @@ class Sender:
         leg.move(SendState.ENDED)
         self.legs.pop(id(leg.req), None)
         self._queue.rooms.end(leg.req.bootstrap_room)
-
-
-def _has_passed(fence: Fence) -> bool:
-    return fence.passed

@@ -2,8 +2,8 @@
 
 Two layouts. The paper's *grid* has a graph for a length and a batch size, both powers of two: every request is padded
 to the length, and the batch to the size. *Variable length* has a graph for a token count and a number of request slots:
-only the sum is padded. ``waste`` says how many tokens a batch is computed for, over those it has; a batch that would be
-padded to more than ``MAX_PADDING`` times its tokens has no shape, as with SGLang's own prefill graphs.
+only the sum is padded. A batch that would be padded to more than ``MAX_PADDING`` times its tokens has no shape, as with
+SGLang's own prefill graphs.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pla_sglang.policy.pla.graphs.reasons import GraphReason
 PAPER_LENGTHS = (8, 16, 32, 64, 128, 256)
 PAPER_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 SLOTS = (1, 4, 16, 64)
+SMALLEST_TOKENS, STEP_RATIO = 8, 1.125  # of token buckets
 MAX_PADDING = 2  # ``_MAX_PREFILL_CUDA_GRAPH_PADDING_FACTOR`` of SGLang 0.5.17
 
 
@@ -183,39 +184,15 @@ class VariableLayout:
         return _why_not(self._smallest(lengths), lengths, self.longest, self.slots[-1])
 
 
-def token_steps(largest: int, *, smallest: int = 8, ratio: float = 1.125, multiple: int = 8) -> list[int]:
-    """Rising token buckets from ``smallest`` to ``largest``, each about ``ratio`` times the one before.
+def token_steps(largest: int) -> list[int]:
+    """Rising token buckets up to ``largest``, multiples of the first, each about ``STEP_RATIO`` times the one before.
 
-    Padding then wastes at most about ``ratio``, and half of the excess on average. Raises ConfigError unless
-    1 <= smallest <= largest, ratio > 1 and multiple >= 1.
+    Padding then wastes at most about that ratio, and half of the excess on average. Raises ConfigError for less than
+    ``SMALLEST_TOKENS``.
     """
-    if not (1 <= smallest <= largest and ratio > 1 and multiple >= 1):
-        raise ConfigError(f"bad token buckets: smallest={smallest}, largest={largest}, ratio={ratio}, {multiple=}")
-    steps = [smallest]
+    require("token buckets, largest", largest, SMALLEST_TOKENS)
+    steps = [SMALLEST_TOKENS]
     while steps[-1] < largest:
-        wanted = max(steps[-1] + multiple, int(steps[-1] * ratio))
-        steps.append(min(largest, wanted // multiple * multiple))
+        wanted = max(steps[-1] + SMALLEST_TOKENS, int(steps[-1] * STEP_RATIO))
+        steps.append(min(largest, wanted // SMALLEST_TOKENS * SMALLEST_TOKENS))
     return steps
-
-
-def waste(bucket: Bucket, lengths: Sequence[int]) -> float:
-    """Tokens computed over tokens wanted, at least 1."""
-    return bucket.tokens / sum(lengths)
-
-
-def group_by_length(lengths: Sequence[int], layout: GridLayout) -> list[list[int]]:
-    """ "Bucket-first": positions grouped by padded length, shortest first, at most one full batch a group.
-
-    Requests that are longer than every bucket are left out.
-    """
-    largest = layout.batches[-1]
-    rows: dict[int, list[int]] = {}
-    for position, length in enumerate(lengths):
-        row = layout.batch_group(length)
-        if row < len(layout.lengths):
-            rows.setdefault(row, []).append(position)
-    return [
-        members[start : start + largest]
-        for _, members in sorted(rows.items())
-        for start in range(0, len(members), largest)
-    ]
