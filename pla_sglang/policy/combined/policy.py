@@ -28,7 +28,7 @@ A request takes the first possible of these. The first, the third and the last a
 1. an ultra-short prompt (DOPD): few new tokens, computed faster than their KV cache would be handed over;
 2. if it would wait in the prefill pool for more than ``flip_share`` of the time that it has: Arrow's TTFT flip, made
    before the target is missed, under the same conditions;
-3. if it would wait for more than ``ease_share`` of that time, and would be done sooner in place, the hand-over included;
+3. if it would wait for more than ``ease_share`` of that time, and would be done sooner in place, with the hand-over;
 4. its length class (PLA), when the PREFILL pool has at least ``split_from`` instances, no instance has a prefix of it,
    and the predicted TTFT in the class is within ``comfort_share`` of the target. A busier class shares
    the whole pool: two separate queues waste the idle time of one of them, and above some load that decides whether
