@@ -101,7 +101,7 @@ class Cell:
 @functools.lru_cache(maxsize=4)
 def part_of(name: str, folder: Path | None, run: int) -> Workload:
     """The workload of a run: of a file from another time on (run 1: from its middle), else drawn anew."""
-    if run == 0 or not WORKLOADS[name].file:
+    if run == 0 or name not in WORKLOADS or not WORKLOADS[name].file:
         return workload(name, folder, seed=1 + run)
     load = workload(name, folder)
     return load.with_trace(begin_later(load.trace, run / (1 + run)), None)
@@ -331,7 +331,7 @@ def table(of_target: Mapping[str, Any]) -> Cells:
     ]
     rows = [
         [
-            name if WORKLOADS[name].recorded else f"{name} (synthetic)",
+            name if name in WORKLOADS and WORKLOADS[name].recorded else f"{name} (synthetic)",
             f"`{of_target['best_stock_arm'][name]}`",
             *map(number, rates),
             number(of_target["combined_vs_best_stock"][name], "x"),
@@ -419,7 +419,9 @@ def plot(by_target: Sequence[Row], path: Path) -> None:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     cells.add_arguments(parser)
-    parser.add_argument("--workloads", help="names with commas between; default: all that can be had")
+    parser.add_argument(
+        "--workloads", help="names with commas between, unseen-SEED among them; default: all named ones that can be had"
+    )
     parser.add_argument("--sweep", action="store_true", help="find the best stock arms; hours")
     parser.add_argument(
         "--go-on", action="store_true", help="of the sweep: take its races from --frontier where it has them"

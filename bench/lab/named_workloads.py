@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from bench.lab.unseen import UNSEEN, draw_unseen
 from pla_sglang.common.errors import ConfigError
 from pla_sglang.sim.metrics.goodput import SLOS, Slo
 from pla_sglang.sim.workload import (
@@ -179,6 +180,8 @@ WORKLOADS = {
 }
 
 
+UNSEEN_BOUNDS_PER_S = (0.05, 1_000.0)
+UNSEEN_REQUESTS = 4_000
 FLEET_WORKLOADS = ("azure_code", "azure_conv", "mooncake", "burst", "reason", "chat", "hol", "star")  # on one profile
 
 
@@ -198,8 +201,12 @@ def workload(
     """A workload by name; ``agentic``: what of its sessions is taken, None: ``Workload.agentic``.
 
     Raises ConfigError for an unknown one, or one whose file is not there."""
+    if name.startswith(UNSEEN) and name.removeprefix(UNSEEN).isdecimal():
+        unseen = draw_unseen(int(name.removeprefix(UNSEEN)))
+        load = Workload(name, unseen.slo, *UNSEEN_BOUNDS_PER_S, 1.0, profile=unseen.profile)
+        return load.with_trace(unseen.trace(seed, requests or UNSEEN_REQUESTS), None)
     if name not in WORKLOADS:
-        raise ConfigError(f"workload {name!r} is not known; allowed: {', '.join(WORKLOADS)}")
+        raise ConfigError(f"workload {name!r} is not known; allowed: {', '.join(WORKLOADS)}, {UNSEEN}SEED")
     load = WORKLOADS[name]
     if (path := load.path_in(folder)) is not None:
         return load.with_trace(load_trace(path, agentic=agentic or load.agentic), requests)

@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 import pytest
-from support.fleets import LinearSteps, decode, fleet
+from support.fleets import LinearSteps, decode, fleet, request
 
 from pla_sglang.common.errors import ConfigError
 from pla_sglang.policy.baselines.migration import LoadMigration
@@ -83,6 +83,29 @@ def test_one_request_is_the_line_between_lightest_and_heaviest() -> None:
             HEAVY, [LIGHT, HEAVY], tokens[place : place + 1], remaining[place : place + 1], interval_s=0.03
         )
         assert (together[:, place] == alone[:, 0]).all()
+
+
+@pytest.mark.parametrize(
+    ("answers", "rest"),
+    [([], 1024.0), ([20] * 9, 10.0), ([10, 30], 12.5), ([1] * 99 + [901], 405.95), ([9000] * 9, 1024.0)],
+    ids=["none yet", "all equal", "unequal", "few are long: those run", "no more than asked for"],
+)
+def test_an_answer_of_unknown_length_is_like_recent_ones(answers: list[int], rest: float) -> None:
+    gain = ClientGain(KNOBS, LinearSteps())
+    for tokens in answers:
+        gain.note_answer(tokens)
+    found = gain.fill_unknown(np.array([math.nan, 7.0]), unknown_tokens=1024)
+    assert found.tolist() == [pytest.approx(rest), 7.0]
+
+
+def test_star_moves_no_short_answers() -> None:
+    """The rest is unknown; a pause of 0.5 s pays for a thousand tokens and not for five."""
+    made = star(ClientGain(dataclasses.replace(KNOBS, base_s=0.5), LinearSteps()))
+    view = view_of(batch(("a", 20_000, None), ("b", 12_000, None), ("c", 8000, None)), batch())
+    (before,) = made.tick(view, 0.0)
+    made.on_finish(request(100), 10, 0.0)
+    (after,) = made.tick(view, 100.0)
+    assert (before.reason, after.reason) == (R.STAR_MIGRATE, R.STAR_NO_CANDIDATE)
 
 
 def test_values_out_of_range() -> None:

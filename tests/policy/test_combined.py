@@ -98,6 +98,15 @@ DISPATCH: list[tuple[str, FleetView, Any, str, R]] = [
         R.SPARE_DECODE,
     ),
     ("a pool at ease keeps what it has", fleet(prefill(queued_tokens=190), decode()), request(30), "i0", R.PREFILL_SLO),
+    ("a long prompt takes as long anywhere: no relief", fleet(prefill(), decode()), request(400), "i0", R.PREFILL_SLO),
+    ("nor a flip", fleet(prefill(), decode(), decode()), request(700), "i0", R.PREFILL_SLO),
+    (
+        "it has less time to wait than others",
+        fleet(prefill(queued_tokens=200), decode(), decode()),
+        request(700),
+        "i1",
+        R.PREFILL_FLIP,
+    ),
     (
         "half of the target: flip before it is lost",
         fleet(prefill(queued_tokens=480), decode(), decode()),

@@ -52,6 +52,16 @@ def test_shorts_are_one_size() -> None:
     assert backlog.ahead_of(request(3), instance)[0] == 1
 
 
+def test_what_takes_several_passes_overtakes_nothing_that_does() -> None:
+    backlog, view = SizedBacklog(), fleet(mixed())
+    [instance] = view.instances
+    other = request(40_000, rid="other")
+    queue(instance, other)
+    backlog.add(other, instance)
+    assert backlog.ahead_of(request(5_000), instance)[0] == 1
+    assert backlog.ahead_of(request(2_000), instance)[0] == 0
+
+
 def test_what_a_prefix_cache_has_makes_a_request_small() -> None:
     backlog, view = SizedBacklog(), fleet(mixed())
     [instance] = view.instances

@@ -26,10 +26,9 @@ A request takes the first possible of these. The first, the third and the last a
 (``stall_budget.py``), on a decode instance that has memory and whose decodes tolerate the stall:
 
 1. an ultra-short prompt (DOPD): few new tokens, computed faster than their KV cache would be handed over;
-2. if the prefill pool would take more than ``flip_share`` of the target: Arrow's TTFT flip, made before the
-   target is missed, under the same conditions;
-3. if the pool would take more than ``ease_share`` of the target, and the prompt would be done sooner in place, the
-   hand-over included;
+2. if it would wait in the prefill pool for more than ``flip_share`` of the time that it has: Arrow's TTFT flip, made
+   before the target is missed, under the same conditions;
+3. if it would wait for more than ``ease_share`` of that time, and would be done sooner in place, with the hand-over;
 4. its length class (PLA), when the PREFILL pool has at least ``split_from`` instances, no instance has a prefix of it,
    and the predicted TTFT in the class is within ``comfort_share`` of the target. A busier class shares
    the whole pool: two separate queues waste the idle time of one of them, and above some load that decides whether
@@ -92,8 +91,8 @@ class CombinedKnobs:
     comfort_share: share of the TTFT target up to which a length class keeps its requests in its own pool.
     class_memory: recent requests by which it is judged whether classes are in use; pools that most of them do not
         keep to are not sized.
-    ease_share: share of the TTFT target above which relief in place is used.
-    flip_share: share of the TTFT target above which Arrow's TTFT flip is made; 1: when the target is missed.
+    ease_share: share of what its own prefill leaves of the TTFT target; relief in place is used for longer waits.
+    flip_share: the same for Arrow's TTFT flip; 1: when the target is missed.
     reserve_share: of the KV cache, that a move leaves free on its target: what engines keep for new requests.
     interval_s: of the common tick; each part has its own interval in addition.
     """
@@ -214,7 +213,7 @@ class CombinedPolicy(Observer):
         """Arrow's TTFT flip, before the target is missed."""
         arrow, target_s = self.parts.arrow, self._target_s(request)
         best = arrow.best_prefill(request, fleet)
-        if best is None or arrow.predictor.ttft_s(request, best) <= self.knobs.flip_share * target_s:
+        if best is None or not self._waits(request, best, self.knobs.flip_share):
             return None
         move = arrow.move_for(request, fleet, now_s, target_s - (now_s - request.arrival_s))
         if not isinstance(move, SetRole):
@@ -228,11 +227,21 @@ class CombinedPolicy(Observer):
         arrow, local = self.parts.arrow, self.parts.local
         best = arrow.best_prefill(request, fleet)
         best_s = None if best is None else arrow.predictor.ttft_s(request, best)
-        if best_s is not None and best_s <= self.knobs.ease_share * self._target_s(request):
+        if best is not None and not self._waits(request, best, self.knobs.ease_share):
             return None
         hand_over_s = 0.0 if local is None else local.transfer_s(request)
         before_s = left_s if best_s is None else min(left_s, best_s + hand_over_s)
         return self._put(request, _decodes(fleet), before_s, now_s, FleetReason.SPARE_DECODE)
+
+    def _waits(self, request: RequestView, best: InstanceView, share: float) -> bool:
+        """Its wait there takes more than ``share`` of what its own prefill leaves of the TTFT target.
+
+        A long prefill takes as long anywhere else: it is no reason to disturb those that decode.
+        """
+        predictor = self.parts.arrow.predictor
+        own_s = predictor.own_s(request, best)
+        wait_s = predictor.ttft_s(request, best) - own_s
+        return wait_s > share * max(0.0, self._target_s(request) - own_s)
 
     def _put(
         self, request: RequestView, pool: list[InstanceView], before_s: float, now_s: float, reason: FleetReason

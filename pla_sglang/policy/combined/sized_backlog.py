@@ -5,7 +5,8 @@ that it has sent itself, from their dispatch to their first token or their end. 
 they went first.
 
 Sizes within a factor of two are one class, as in the engine (``pla/long_prompts.py``), and so is everything below
-``SMALLEST_TOKENS``: short prompts go together.
+``SMALLEST_TOKENS``: short prompts go together. So is everything above ``PASS_TOKENS``: of prompts that need several
+passes none overtakes the one under way, however large that is.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import dataclasses
 from pla_sglang.policy.interface.fleet import InstanceView, LoadAmounts, RequestView
 
 SMALLEST_TOKENS = 255
+PASS_TOKENS = 4096  # of a pass, in the form that is recommended; larger prompts are cut
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -79,4 +81,4 @@ class SizedBacklog:
 
 
 def _size_of(new_tokens: int) -> int:
-    return max(new_tokens, SMALLEST_TOKENS).bit_length()
+    return min(max(new_tokens, SMALLEST_TOKENS), PASS_TOKENS).bit_length()

@@ -9,11 +9,19 @@ A move pays where ``gain_s > factor * pause_s + loss_s``, or where the cache of 
 request's end: then somebody there is retracted, and computed again. ``interval_s`` is the measured token interval of
 the source, and the steps are predicted at the loads of now. A profile that is off by the same factor for both changes
 nothing; where instances differ, each has its own step times.
+
+An answer whose ``remaining`` tokens are not known is taken to be like recent ones. Of an answer that is under way at
+some time as much is left, on average, as it has got: by the renewal theorem
+
+    remaining = mean(n^2) / (2 * mean(n))          n: tokens of recent answers
+
+So where answers have 20 tokens none gains by a pause of several steps, and where few are long those that run are.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -24,6 +32,7 @@ from pla_sglang.policy.interface.fleet import DecodeBatch
 from pla_sglang.policy.interface.step_times import StepTimes
 
 Floats = npt.NDArray[np.float64]
+ANSWERS = 500  # recent ones that an answer of unknown length is taken to be like
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +71,20 @@ class ClientGain:
     def __init__(self, knobs: ClientGainKnobs, steps: StepTimes) -> None:
         self.knobs = knobs
         self._steps = steps
+        self._answers = 0
+        self._mean = self._mean_square = 0.0  # of recent answers
+
+    def note_answer(self, tokens: int) -> None:
+        """One has ended, with so many tokens."""
+        self._answers += 1
+        weight = 1 / min(self._answers, ANSWERS)
+        self._mean += weight * (tokens - self._mean)
+        self._mean_square += weight * (tokens * tokens - self._mean_square)
+
+    def fill_unknown(self, remaining: Floats, unknown_tokens: int) -> Floats:
+        """``remaining``; where it is not known as recent answers say, at most ``unknown_tokens``."""
+        expected = self._mean_square / (2 * self._mean) if self._mean > 0 else math.inf
+        return np.where(np.isnan(remaining), min(float(unknown_tokens), expected), remaining)
 
     def pause_s(self, tokens: Floats) -> Floats:
         """What the clients of requests with so many KV tokens would wait; shape [requests]."""
@@ -96,7 +119,7 @@ class ClientGain:
         known."""
         if not len(batch.rids):
             return []
-        remaining = np.where(np.isnan(batch.remaining), float(unknown_tokens), batch.remaining)
+        remaining = self.fill_unknown(batch.remaining, unknown_tokens)
         found = self.pays(source, [target], batch.tokens.astype(np.float64), remaining, interval_s=interval_s)
         return [bool(value) for value in found[0]]
 

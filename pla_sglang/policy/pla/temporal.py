@@ -295,12 +295,16 @@ class TemporalPolicy:
         return self.awd.decide(
             short_prompts,
             now_s,
-            budget_tokens=view.pass_budget_tokens,
+            budget_tokens=self._short_budget_tokens(short_prompts, view, now_s),
             slots=view.slots,
             model=self._pass_model,
             rate_per_s=self.short_rate.per_second(now_s),
             alternative_s=alternative_s,
         )
+
+    def _short_budget_tokens(self, short_prompts: Sequence[WaitingView], view: PassView, now_s: float) -> int:
+        """New tokens that a pass of short prompts may hold."""
+        return view.pass_budget_tokens
 
     def _long(self, pick: LongPick, view: PassView, field: Candidates, now_s: float, reason: Reason) -> PassDecision:
         """The long, and who shares its pass."""

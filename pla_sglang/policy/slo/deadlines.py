@@ -106,17 +106,19 @@ class Deadlines:
             model: step times of a pass, with what decodes add to it.
             spare: share of the device that is left to them (``plan.py``).
         """
-        if not long_prompts or len(long_prompts) + len(short_prompts) > self._knobs.most_planned:
+        waiting = len(long_prompts) + len(short_prompts)
+        if not waiting or waiting > self._knobs.most_planned:
             return None
         if self.have_time(long_prompts, short_prompts, now_s, model, spare=spare):
             return None
-        slower, rank = self._knobs.slower, long_prompts[0].priority_rank
+        slower, rank = self._knobs.slower, (*long_prompts, *short_prompts)[0].priority_rank
         if any(view.priority_rank != rank for view in long_prompts) or any(
             view.priority_rank != rank for view in short_prompts
         ):
             return None
-        each_s = slower * batch_step_s(short_prompts, model) / len(short_prompts) if short_prompts else 0.0
-        turns = [Turn(view, due_of(view, now_s), each_s) for view in short_prompts]
+        tokens = sum(view.new_tokens for view in short_prompts)
+        token_s = slower * batch_step_s(short_prompts, model) / tokens if short_prompts else 0.0
+        turns = [Turn(view, due_of(view, now_s), token_s * view.new_tokens) for view in short_prompts]
         if any(turn.due_s == math.inf for turn in turns):
             return None
         turns += [Turn(view, due_of(view, now_s), slower * self._alone_s(view, model)) for view in long_prompts]

@@ -17,6 +17,7 @@ mooncake and azure_conv, bench/lab/docs/rules.md).
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 from pla_sglang.policy.common.step_model import StepModel
@@ -131,6 +132,26 @@ class SloPolicy(TemporalPolicy):
         if left.some_deferred and pick is not None and pick.running and self._is_overdue(pick.view, now_s):
             why = Reason.OVERDUE  # others cannot overtake it, so its share pays for all of it
         return decision if why is None else dataclasses.replace(decision, reason=why)
+
+    def _short_budget_tokens(self, short_prompts: Sequence[WaitingView], view: PassView, now_s: float) -> int:
+        """As many as a pass computes that ends in time for all who are in it, and for who comes as it begins.
+
+        All of a pass have their first token at its end. Who comes as it begins waits for it, and for a pass of its own:
+        so it takes half of the least TTFT target at most. Not below the crossing of the roofline, where a smaller pass
+        would be no shorter.
+        """
+        budget = view.pass_budget_tokens
+        if not self.deadlines.decides:
+            return budget
+        allowed_s = math.inf
+        for one in short_prompts[: self.knobs.awd.depth_max]:
+            if one.deadline_s is not None and one.deadline_s > now_s:
+                allowed_s = min(allowed_s, one.deadline_s - now_s, (one.deadline_s - one.arrival_s) / 2)
+        pass_s = self._pass_model.step_s(budget, 0, budget * self.rate.mean_tokens(default=0.0))
+        if pass_s <= allowed_s:
+            return budget
+        least = math.ceil(self._pass_model.crossing_tokens(0))
+        return min(budget, max(1, least, int(budget * allowed_s / pass_s)))
 
     def _choose_by_target(self, field: Contenders, view: PassView, now_s: float) -> PassDecision | None:
         """Whose share of time it is, then who would be late in the usual order. None where that is nobody."""

@@ -145,6 +145,8 @@ class StarRescheduler(Observer):
 
     def on_finish(self, request: RequestView, output_tokens: int, now_s: float) -> None:
         self._moved_s.pop(request.rid, None)
+        if self.client is not None:
+            self.client.note_answer(output_tokens)
 
 
 def _why_not(choice: Choice) -> FleetReason:

@@ -164,7 +164,8 @@ def pays_for_clients(
     Where the cache of the source is planned full before the end of a request, a move away always does.
     """
     batch, summary = worker.summary.batch, worker.summary
-    tokens, remaining = batch.tokens[chosen].astype(np.float64), _known_remaining(batch.remaining[chosen], knobs)
+    tokens, remaining = batch.tokens[chosen].astype(np.float64), batch.remaining[chosen]
+    remaining = client.fill_unknown(remaining, knobs.unknown_tokens)
     loads = [target.decode_load() for target in targets]
     pays = client.pays(worker.decode_load(), loads, tokens, remaining, interval_s=worker.step_s)
     room = knobs.memory_share * worker.room_tokens - worker.other_tokens
