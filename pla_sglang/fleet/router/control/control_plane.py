@@ -51,7 +51,7 @@ from pla_sglang.fleet.router.control.workers.state_file import StateFile
 from pla_sglang.fleet.router.control.workers.table import Worker, WorkerState, WorkerTable
 from pla_sglang.fleet.router.control.workers.tasks import Tasks
 from pla_sglang.fleet.router.control.workers.worker_file import WorkerFile
-from pla_sglang.fleet.router.control.workers.worker_log import NO_WORKERS, WorkerLog
+from pla_sglang.fleet.router.control.workers.worker_log import NO_WORKERS, LackLog, WorkerLog
 from pla_sglang.fleet.router.control.workers.worker_service import WorkerService
 from pla_sglang.fleet.router.wire import messages as m
 from pla_sglang.fleet.router.wire.protocols import RelayPort
@@ -108,6 +108,7 @@ class ControlPlane:
         self._length_blind = policy.length_blind
         device_clock = DeviceClock()  # set when the first instance says what it is
         self.table = self._make_table(device_clock, pools=policy.pools)
+        self._lack = LackLog(self.table, knobs.pending_s)
         self.succession = Succession(lease, clock, self.table.can_serve, has_standby)
         self._watch = FleetWatch(self.table, self.series.worker_ttft.by_worker, self.series.requests.take_recent)
         self._worker_file = None if knobs.worker_file is None else WorkerFile(knobs.worker_file, self.table)
@@ -480,6 +481,7 @@ class ControlPlane:
         self._journal.note_waits(self.table, now_s)
         for worker in self.table:
             worker.load.age_ttft_ratio(now_s)
+        self._lack.note_queue(len(self.dispatcher.queue), self.dispatcher.count_unserved(), now_s)
         self.dispatcher.check_waiting(now_s)
         self.dispatcher.dispatch_pending(now_s)
         self._watch.observe_fleet(

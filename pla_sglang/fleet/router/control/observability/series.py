@@ -128,6 +128,9 @@ class LabelledCounter(_Named):
     def inc(self, *labels: str, by: float = 1.0) -> None:
         self._counts[labels] = self._counts.get(labels, 0.0) + by
 
+    def read(self, *labels: str) -> float:
+        return self._counts.get(labels, 0.0)
+
     def collect(self) -> Iterator[Metric]:
         family = CounterMetricFamily(self._name, self._text, labels=self._labels)
         for labels, count in self._counts.items():
