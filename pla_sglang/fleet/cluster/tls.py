@@ -31,10 +31,6 @@ class ClusterTls(TlsFiles):
         if self.ca is not None and self.cert is None:
             raise ConfigError(f"{self.flag_of('ca')} needs {self.flag_of('cert')}")
 
-    @property
-    def scheme(self) -> str:
-        return "http" if self.cert is None else "https"
-
     def engine_arguments(self) -> list[str]:
         return self._arguments("--ssl-certfile", "--ssl-keyfile", "--ssl-ca-certs")
 

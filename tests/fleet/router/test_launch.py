@@ -339,6 +339,24 @@ def test_a_fleet_without_a_ready_instance_says_so(capfd: pytest.CaptureFixture[s
         assert answered == [True]
 
 
+def test_counters_of_closed_sets_begin_with_0() -> None:
+    """So that ``rate()`` sees the first refusal, failure or loss as an increase."""
+    wanted = [
+        *('admissions_total{decision="refused",reason="no_instance"}', 'retries_total{reason="lost"}'),
+        *('instance_failures_total{kind="connect"}', 'exclusions_total{reason="breaker"}'),
+        *('worker_state_changes_total{reason="no_answer",state="dead"}', 'aborts_total{outcome="confirmed"}'),
+        *('peer_lists_total{outcome="failed"}', 'ttft_stage_seconds_total{stage="queue"}'),
+        *('relay_requests_total{outcome="refused",relay="0"}', "takeovers_total"),
+    ]
+    with started("--relay-workers", "1") as router:
+
+        def missing() -> list[str]:
+            shown = router.get("/metrics").decode()
+            return [name for name in wanted if f"\npla_router_{name} 0.0\n" not in shown]
+
+        until(lambda: not missing(), what=f"all of {wanted}", patience_s=20)
+
+
 def test_a_pause_ends_by_itself() -> None:
     with started("--relay-workers", "1", "--drain-pause-s", "0.2") as router:
         router.process.send_signal(signal.SIGTERM)

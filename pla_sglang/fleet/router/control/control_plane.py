@@ -213,7 +213,7 @@ class ControlPlane:
         keep = self._state_file.state.next_number > 0
         self.policy.open_recording(keep=keep, clock_start_s=time.time() - self._clock())
         if knobs.trace_endpoint:
-            self.dispatcher.tracing = load_tracing(knobs, self._clock)
+            self.dispatcher.tracing = load_tracing(knobs, self._prepared.scheme, self._clock)
         self._client = client = InstanceClient(
             self._prepared.tls,
             timeout_s=knobs.health.timeout_s,
@@ -513,11 +513,11 @@ class ControlPlane:
         self._state_file.save_changes(self.table.next_number, (worker.to_saved() for worker in self.table))
 
 
-def load_tracing(knobs: ControlKnobs, clock: Callable[[], float]) -> OtlpTracing:
+def load_tracing(knobs: ControlKnobs, scheme: str, clock: Callable[[], float]) -> OtlpTracing:
     """OpenTelemetry is an optional dependency, loaded where spans are wanted. Raises ConfigError without it."""
     try:
         from pla_sglang.fleet.router.control.observability.tracing import OtlpTracing
     except ImportError as error:
         wanted = "opentelemetry-sdk opentelemetry-exporter-otlp-proto-grpc"
         raise ConfigError(f"--enable-trace needs OpenTelemetry ({error}); install it: pip install {wanted}") from None
-    return OtlpTracing(knobs.trace_endpoint, policy=knobs.policy, clock=clock)
+    return OtlpTracing(knobs.trace_endpoint, policy=knobs.policy, scheme=scheme, clock=clock)

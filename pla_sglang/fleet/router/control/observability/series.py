@@ -11,11 +11,16 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from pla_sglang.common.series import with_former_names
+from pla_sglang.fleet.router.attempt_rules import RULES, Who
 from pla_sglang.fleet.router.control.observability.explain import STAGES
 from pla_sglang.fleet.router.control.observability.move_gains import MoveGains
 from pla_sglang.fleet.router.control.observability.request_series import SECONDS, Buckets, RequestSeries
+from pla_sglang.fleet.router.control.workers.exclusions import Exclusion
+from pla_sglang.fleet.router.control.workers.worker_log import CHANGES
+from pla_sglang.fleet.router.wire.codes import Cause, FailureKind
 from pla_sglang.fleet.router.wire.messages import RelayReport
 from pla_sglang.fleet.viewer.history import TtftSums
+from pla_sglang.policy.admission import LETS_IN, AdmissionReason
 from pla_sglang.policy.common.length_errors import ErrorSums
 
 _STARTS_S = (1.0, 2.0, 5.0, 10.0, 20.0, 40.0, 60.0, 90.0, 120.0, 180.0, 300.0, 600.0, 1200.0)
@@ -43,24 +48,33 @@ class RouterSeries(Collector):
         self.admissions = LabelledCounter(
             registry, "admissions", "Requests let in or refused, by reason.", "decision", "reason"
         )
+        self.admissions.show(
+            ("admitted" if reason in LETS_IN else "refused", reason.value) for reason in AdmissionReason
+        )
         self.dispatches = LabelledCounter(registry, "dispatches", "Requests sent to instances, by reason.", "reason")
         self.placements = LabelledCounter(registry, "placements", "Decode instances chosen, by reason.", "reason")
         self.actions = LabelledCounter(
             registry, "actions", "Fleet actions of policies, also those not done.", "action", "reason"
         )
         self.failures = LabelledCounter(registry, "instance_failures", "Failures of instances.", "kind")
+        self.failures.show((kind.name.lower(),) for kind in FailureKind if kind is not FailureKind.FULL)
         self.refusals = LabelledCounter(registry, "instance_refusals", "Requests refused for load.", "worker")
         self.exclusions = LabelledCounter(
             registry, "exclusions", "Dispatches with instances left out, by reason.", "reason"
         )
+        self.exclusions.show((reason.value,) for reason in Exclusion)
         self.worker_changes = LabelledCounter(
             registry, "worker_state_changes", "Changes of worker states.", "state", "reason"
         )
+        self.worker_changes.show((state.value, reason.value) for state, reason in CHANGES)
         self.takeovers = LabelledCounter(registry, "takeovers", "Control processes that followed another one.")
         self.starts = InstanceStarts(registry)
         self.aborts = LabelledCounter(registry, "aborts", "Aborts that the router has ordered at instances.", "outcome")
+        self.aborts.show([("confirmed",), ("dead",)])
         self.peer_lists = LabelledCounter(registry, "peer_lists", "Lists of peers sent out, by outcome.", "outcome")
+        self.peer_lists.show([("told",), ("failed",)])
         self.retries = LabelledCounter(registry, "retries", "Requests sent again, by why.", "reason")
+        self.retries.show((cause.label,) for cause in Cause if RULES[cause].unshown is not Who.NONE)
         self.migrations = LabelledCounter(
             registry, "migrations", "Requests that moved to another instance.", "how", "reason"
         )
@@ -127,6 +141,10 @@ class LabelledCounter(_Named):
 
     def inc(self, *labels: str, by: float = 1.0) -> None:
         self._counts[labels] = self._counts.get(labels, 0.0) + by
+
+    def show(self, known: Iterable[tuple[str, ...]]) -> None:
+        """With 0 from the start: else Prometheus sees no increase when the first one comes."""
+        self._counts = dict.fromkeys(known, 0.0) | self._counts
 
     def read(self, *labels: str) -> float:
         return self._counts.get(labels, 0.0)
@@ -224,18 +242,18 @@ class LengthErrors(Collector):
 
 
 class StageSums(_Named):
-    """Seconds by stage, always added to together; there from the first time."""
+    """Seconds by stage, always added to together."""
 
-    _sums: Sequence[float] = ()
+    _sums: Sequence[float] = (0.0,) * len(STAGES)
 
     def add_stages(self, seconds: Sequence[float] | None) -> None:
         """One for each of ``STAGES``; None: of a request without a first token."""
         if seconds is not None:
-            self._sums = [a + b for a, b in zip(self._sums, seconds, strict=True)] if self._sums else seconds
+            self._sums = [a + b for a, b in zip(self._sums, seconds, strict=True)]
 
     def collect(self) -> Iterator[Metric]:
         family = CounterMetricFamily(self._name, self._text, labels=("stage",))
-        for stage, total_s in zip(STAGES, self._sums, strict=False):
+        for stage, total_s in zip(STAGES, self._sums, strict=True):
             family.add_metric((stage.removesuffix("_s"),), total_s)
         yield family
 
@@ -259,8 +277,7 @@ class InstanceStarts:
         self._ends = LabelledCounter(
             registry, "instance_starts", "Instances that the planner has ordered, by how that ended.", "outcome"
         )
-        for outcome in ("ready", "failed", "expired"):
-            self._ends.inc(outcome, by=0.0)  # else Prometheus sees no increase when the first one ends
+        self._ends.show([("ready",), ("failed",), ("expired",)])
         self._ready_s = Durations(
             registry, "instance_start_seconds", "From the order of an instance until it is ready.", _STARTS_S
         )

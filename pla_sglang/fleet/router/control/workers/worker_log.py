@@ -38,6 +38,7 @@ LINES = {
     (WorkerState.DEAD, WorkerReason.RESTARTED): "lost: another process answers at its address",
     (WorkerState.DEAD, WorkerReason.REMOVED): "removed",
 }
+CHANGES = (*LINES, (WorkerState.READY, WorkerReason.ANSWERS))  # all that a worker can meet
 
 
 @dataclasses.dataclass(frozen=True)
