@@ -48,33 +48,24 @@ class RouterSeries(Collector):
         self.admissions = LabelledCounter(
             registry, "admissions", "Requests let in or refused, by reason.", "decision", "reason"
         )
-        self.admissions.show(
-            ("admitted" if reason in LETS_IN else "refused", reason.value) for reason in AdmissionReason
-        )
         self.dispatches = LabelledCounter(registry, "dispatches", "Requests sent to instances, by reason.", "reason")
         self.placements = LabelledCounter(registry, "placements", "Decode instances chosen, by reason.", "reason")
         self.actions = LabelledCounter(
             registry, "actions", "Fleet actions of policies, also those not done.", "action", "reason"
         )
         self.failures = LabelledCounter(registry, "instance_failures", "Failures of instances.", "kind")
-        self.failures.show((kind.name.lower(),) for kind in FailureKind if kind is not FailureKind.FULL)
         self.refusals = LabelledCounter(registry, "instance_refusals", "Requests refused for load.", "worker")
         self.exclusions = LabelledCounter(
             registry, "exclusions", "Dispatches with instances left out, by reason.", "reason"
         )
-        self.exclusions.show((reason.value,) for reason in Exclusion)
         self.worker_changes = LabelledCounter(
             registry, "worker_state_changes", "Changes of worker states.", "state", "reason"
         )
-        self.worker_changes.show((state.value, reason.value) for state, reason in CHANGES)
         self.takeovers = LabelledCounter(registry, "takeovers", "Control processes that followed another one.")
         self.starts = InstanceStarts(registry)
         self.aborts = LabelledCounter(registry, "aborts", "Aborts that the router has ordered at instances.", "outcome")
-        self.aborts.show([("confirmed",), ("dead",)])
         self.peer_lists = LabelledCounter(registry, "peer_lists", "Lists of peers sent out, by outcome.", "outcome")
-        self.peer_lists.show([("told",), ("failed",)])
         self.retries = LabelledCounter(registry, "retries", "Requests sent again, by why.", "reason")
-        self.retries.show((cause.label,) for cause in Cause if RULES[cause].unshown is not Who.NONE)
         self.migrations = LabelledCounter(
             registry, "migrations", "Requests that moved to another instance.", "how", "reason"
         )
@@ -92,6 +83,18 @@ class RouterSeries(Collector):
         self.decision_s = Durations(registry, "decision_seconds", "Time of the control plane for one dispatch.")
         ProcessCollector("pla_router", registry=registry)  # of the control process; its start shows restarts
         registry.register(self)
+        self._show_closed_sets()
+
+    def _show_closed_sets(self) -> None:
+        """Labels that are known beforehand."""
+        for reason in AdmissionReason:
+            self.admissions.show([("admitted" if reason in LETS_IN else "refused", reason.value)])
+        self.failures.show((kind.name.lower(),) for kind in FailureKind if kind is not FailureKind.FULL)
+        self.exclusions.show((reason.value,) for reason in Exclusion)
+        self.worker_changes.show((state.value, reason.value) for state, reason in CHANGES)
+        self.aborts.show([("confirmed",), ("dead",)])
+        self.peer_lists.show([("told",), ("failed",)])
+        self.retries.show((cause.label,) for cause in Cause if RULES[cause].unshown is not Who.NONE)
 
     def on_relay(self, report: RelayReport) -> None:
         self._reports[report.relay] = report
