@@ -45,7 +45,7 @@ class TlsFiles:
 
     @property
     def scheme(self) -> str:
-        """Of the addresses of who shows the certificate."""
+        """With which the address of who shows the certificate begins."""
         return "http" if self.cert is None else "https"
 
     def has_any(self) -> bool:
