@@ -14,7 +14,7 @@ setup: ## make .venv (PYTHON=... chooses the interpreter, HOST=0.5.23 the versio
 	@bash scripts/setup_venv.sh $(if $(HOST),--host $(HOST))
 
 serve: setup ## serve the embedded demo model on this machine (PORT=30000)
-	@exec $(PY) -m pla_sglang.launch_server --prefill-disagg temporal --port $(PORT)
+	@exec $(PY) -m pla_sglang.launch_server --prefill-disagg temporal --enable-metrics --port $(PORT)
 
 test: setup ## test the product and the benches that users run (ARGS=... goes to pytest)
 	@WORKERS=$(WORKERS) bash scripts/run_tests.sh $(PY) $(ARGS)

@@ -18,6 +18,7 @@ import shlex
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -43,6 +44,8 @@ from pla_sglang.fleet.cluster.spec import (
 )
 from pla_sglang.fleet.cluster.stateless_flags import check_stateless_arguments
 from pla_sglang.fleet.cluster.supervisor import Sink, Supervisor
+from pla_sglang.fleet.cluster.tls import ClusterTls
+from pla_sglang.fleet.router.tls import check_files
 from pla_sglang.launch_server import own_arguments
 from pla_sglang.plugin.config import check_texts
 from pla_sglang.plugin.platform import value_of
@@ -135,9 +138,12 @@ class LaunchConfig:
     )
     ray_address: str = knob("auto", "--ray-address ADDRESS", "HOST:PORT of Ray's head; auto: of the Ray that runs here")
     ray_fleet: str = knob("pla", "--ray-fleet NAME", "of the fleet in that Ray; several may be there")
+    tls: ClusterTls = dataclasses.field(default_factory=ClusterTls)
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.on == RAY and self.tls.cert is not None:
+            raise ConfigError("--ssl-certfile is not for --on ray: its instances are at addresses of other machines")
 
     def to_cluster(self) -> ClusterConfig:
         """Raises ConfigError."""
@@ -164,6 +170,7 @@ class LaunchConfig:
             router_extra=(*moves, *standby, *shlex.split(self.router_args)),
             start_timeout_s=self.start_timeout_s,
             most_instances=self.most_instances,
+            tls=self.tls,
         )
 
     def name_ray_fleet(self) -> RayFleetName:
@@ -223,6 +230,7 @@ def scaled_by_planner(config: ClusterConfig, options: LaunchConfig) -> Iterator[
 
 def check_members(config: ClusterConfig) -> None:
     """What its members would refuse, seconds after their start. Raises ConfigError, which names the part."""
+    check_files(config.tls, now_s=time.time())
     flags = [declared.knob.name for declared in cli.flags_of(LaunchConfig)]
     for kind in KINDS:
         if config.counts.get(kind):

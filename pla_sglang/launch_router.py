@@ -112,6 +112,7 @@ async def run_together(config: RouterConfig) -> int:
         config.control,
         tls=TlsContext(files.worker_tls, now_s=time.time()),
         keys=None if files.keys_file is None else KeysFile(files.keys_file),
+        scheme=files.tls.scheme,
     )
     plane = ControlPlane(config.control, prepared=prepared, router_key=make_router_key())
     stop = Stop(watch_stdin=False, pause_s=config.relay.drain_pause_s)

@@ -8,8 +8,10 @@ an accelerator it serves the embedded demo model. ``--print-config`` prints our 
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from pla_sglang.common import cli
@@ -173,11 +175,12 @@ def curl_line(server_args: Any) -> str:
     return request_line(server_args.url(), has_key=bool(server_args.api_key))
 
 
-def request_line(url: str, *, has_key: bool) -> str:
-    """A chat request to try, for a shell."""
+def request_line(url: str, *, has_key: bool, ca: Path | None = None) -> str:
+    """A chat request to try, for a shell. ``ca``: whose certificates it is to trust."""
     key = ' -H "Authorization: Bearer $API_KEY"' if has_key else ""
     body = '{"model": "default", "messages": [{"role": "user", "content": "What is a list?"}], "max_tokens": 48}'
-    return f"curl -s {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'"
+    trust = "" if ca is None else f" --cacert {shlex.quote(str(ca))}"
+    return f"curl -s{trust} {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'"
 
 
 if __name__ == "__main__":

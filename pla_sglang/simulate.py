@@ -55,6 +55,7 @@ from pla_sglang.sim.report.page import Page, render_page, require_libraries
 from pla_sglang.sim.report.plan_page import make_plan_page
 from pla_sglang.sim.report.result_tables import show_capacities, show_runs
 from pla_sglang.sim.report.run_page import make_run_page
+from pla_sglang.sim.report.what_if_page import make_what_if_page
 from pla_sglang.sim.workload import TRACE_KINDS, AgenticKnobs, Arrivals, Trace, load_trace
 from pla_sglang.sim.workload.mapped import MAPPING, parse_columns
 
@@ -408,16 +409,19 @@ def what_if(config: SimulateConfig, recorded: RecordedRun, given: set[str], cons
 
     Raises ConfigError, RecordError outside of what was recorded.
     """
-    if config.report is not None or config.out is not None:
-        raise ConfigError("--report and --out are not for a what-if; its last line has all figures (--json)")
     base = experiment_of(recorded)
     others = [change_fleet(base, asked, given) for asked in config.experiments("run")]
     with console.status("the recorded fleet") as status:
         known = replay_recorded(recorded, base)
         others = [other for other in others if other != base]
         answers = predict_all(known, others, lambda what: status.update(what))
+    what = as_json(known, others, answers)
+    summary = {**setting("what-if", config, recorded.trace), "what_if": what, "complete": True}
+    make_page = functools.partial(make_what_if_page, known, others, answers, summary)
+    written = list(write_files(config, make_page, summary))
     show_what_if(known, others, answers, TableConsole(160))
-    return {**setting("what-if", config, recorded.trace), "what_if": as_json(known, others, answers), "complete": True}
+    say_written(written)
+    return summary
 
 
 def change_fleet(base: Experiment, asked: Experiment, given: set[str]) -> Experiment:
@@ -459,13 +463,13 @@ def run_command(argv: Sequence[str] | None) -> int:
         given = set(cli.read_settings(parsed.options, SimulateConfig).given)
         if recorded is not None and (refused := given & NOT_OF_RECORDINGS):
             raise ConfigError(f"--{min(refused)} is not for a recording, which is taken as it was served")
-        if recorded is not None and command == "run":
-            terminal.print_result(what_if(config, recorded, given, console))
-            return 0
         terminal.require_file_path("--report", config.report)
         terminal.require_folder_path("--out", config.out)
         if config.report is not None or config.out is not None:
             require_libraries("--out" if config.report is None else "--report")
+        if recorded is not None and command == "run":
+            terminal.print_result(what_if(config, recorded, given, console))
+            return 0
         with console.status(f"reading {config.workload.trace}"):
             trace = config.workload.read(config.experiment.seed) if recorded is None else recorded.trace
         if command == "lower-bound":

@@ -139,6 +139,19 @@ def test_the_router_and_prometheus_know_both_engines() -> None:
     assert targets == {"router": {"router:30000"}, "engine": engines}
 
 
+def test_native_histograms_change_nothing_else() -> None:
+    """The same targets; classic histograms stay, which the alerts read."""
+    plain, native = (
+        yaml.safe_load((FOLDER / f"{name}.yaml").read_text()) for name in ("prometheus", "prometheus_native_histograms")
+    )
+    assert native["scrape_configs"] == plain["scrape_configs"]
+    assert native["rule_files"] == plain["rule_files"]
+    added = {name: value for name, value in native["global"].items() if name not in plain["global"]}
+    assert added == dict.fromkeys(
+        ("scrape_native_histograms", "convert_classic_histograms_to_nhcb", "always_scrape_classic_histograms"), True
+    )
+
+
 @pytest.mark.skipif(not shutil.which("promtool"), reason="needs Prometheus' own checks")
 def test_prometheus_takes_its_file_and_the_alerts(tmp_path: Path) -> None:
     mounted = dict(volume.split(":")[:2] for volume in services()["prometheus"]["volumes"])

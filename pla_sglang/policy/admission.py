@@ -44,6 +44,11 @@ class AdmissionReason(enum.Enum):
     FAULT = "fault"  # the choice for it has failed, which is a mistake of the policy's
 
 
+LETS_IN = frozenset(
+    {AdmissionReason.ADMITTED, AdmissionReason.LATE_EXPECTED, AdmissionReason.UNJUDGED, AdmissionReason.PROBE}
+)
+
+
 @dataclasses.dataclass(frozen=True)
 class AdmissionKnobs:
     """Hard limits; None: none."""

@@ -117,7 +117,14 @@ def test_an_explanation_adds_up(cluster: dict[str, Any]) -> None:
     )
     assert sum(told["stages"].values()) == pytest.approx(told["ttft_s"], rel=1e-6)
     assert told["stages"]["prefill_s"] > 0.2 * told["ttft_s"]
-    assert told["decode"] == cluster["instances"][2]["url"].removeprefix("http://")
+    prefills, decode = [one["url"].removeprefix("http://") for one in cluster["instances"][:2]], told["decode"]
+    assert decode == cluster["instances"][2]["url"].removeprefix("http://")
+    predicted = {name: row["predicted_ttft_s"] for name, row in told["candidates"].items()}
+    assert told["policy_predicts"]
+    assert predicted.keys() == {*prefills, decode}
+    assert predicted[decode] is None, "nobody prefills there"
+    assert all(predicted[name] > 0 for name in prefills)
+    assert predicted[told["prefill"]] == told["predicted_ttft_s"]
 
 
 WISH = {"temperature": 0, "max_tokens": 9, "ignore_eos": True}

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from support.served_recording import ENGINE, HOST, PROFILE, REQUESTS, load_of, record, serve
 
+from pla_sglang.common.errors import ConfigError
 from pla_sglang.fleet.router.control.observability.recorder import DecisionRecorder
 from pla_sglang.policy.interface.fleet import FleetView, InstanceKind, InstanceState, InstanceView, RequestView
 from pla_sglang.policy.registry import Setup
@@ -26,11 +27,13 @@ from pla_sglang.sim.planning.what_if import (
     check_other,
     correct,
     experiment_of,
+    find_fewest_instances,
     fit_host,
     predict,
     replay_recorded,
     widen,
 )
+from pla_sglang.sim.report.what_if_page import make_what_if_page
 from pla_sglang.sim.workload import Trace
 from pla_sglang.simulate import main
 
@@ -218,7 +221,7 @@ def test_a_loss_while_it_was_recorded_is_seen(tmp_path: Path) -> None:
         (["--instances", "1", "--policy", "least-tokens"], "and more"),
         (["--planner", "dopd"], "grows or shrinks"),
         (["--head", "5"], "--head is not for a recording"),
-        (["--report", "x.html"], "not for a what-if"),
+        (["--report", "/nowhere/x.html"], "--report"),
     ],
 )
 def test_outside_of_what_was_recorded_one_line_says_so(
@@ -240,6 +243,50 @@ def test_the_command_answers_for_several_policies(recording: Path, capsys: pytes
     assert [other["policy"] for other in result["others"]] == ["least-tokens", "least-requests"]
     assert result["recorded"]["policy"] == "round-robin"
     assert {"predicted", "low", "high"} == set(result["others"][0]["attainment"])
+
+
+def test_the_page_has_measured_beside_simulated(recording: Path, tmp_path: Path) -> None:
+    """With the interval of each answer, the error by span, and what the recording says nothing of."""
+    run = read_run(recording)
+    known = replay_recorded(run, experiment_of(run))
+    others = [
+        dataclasses.replace(known.experiment, policy="least-tokens"),
+        dataclasses.replace(known.experiment, instances=3, slo=Slo(0.05, 0.02)),
+    ]
+    answers = [predict(known, other) for other in others]
+    page = make_what_if_page(known, others, answers, {"seed": 1})
+    sections = {section.heading: section for section in page.sections}
+
+    assert page.verdict[0].startswith(f"{100 * known.recorded['attainment']:.4g} % of the recorded requests kept")
+    assert [line[:2] for line in page.verdict[1:]] == ["A,", "B,"]
+    assert "by these targets" in page.verdict[2]
+    (bars,) = sections["Attainment"].figure["data"]
+    assert bars["y"] == ["measured", "simulated", "A", "B"]
+    assert bars["x"][2] == pytest.approx(100 * answers[0]["attainment"].predicted, rel=1e-3)
+    ends = [value - minus for value, minus in zip(bars["x"], bars["error_x"]["arrayminus"], strict=True)]
+    assert ends[3] == pytest.approx(100 * answers[1]["attainment"].low, rel=1e-3)
+    names = [line["name"] for line in sections["TTFT, measured beside simulated"].figure["data"]]
+    assert names == ["measured", "simulated"]
+    assert len(sections["The simulator's error by span"].table.rows) == len(known.spans)
+    assert [row[0] for row in sections["Figures"].table.rows][:2] == ["measured", "simulated"]
+    limits = [row[0] for row in sections["Outside of what was recorded"].table.rows]
+    assert limits[0].startswith(f"Another profile than {PROFILE}")
+    busy = dataclasses.replace(known, load_seen=known.load_seen / 4)
+    fewest = find_fewest_instances(busy)
+    limits = [row[0] for row in make_what_if_page(busy, (), (), {}).sections[-1].table.rows]
+    assert limits[0].startswith(f"Fewer than {fewest} instances: each would have more work")
+    with pytest.raises(ConfigError, match=f"allowed: {fewest} and more"):
+        check_other(busy, dataclasses.replace(known.experiment, instances=fewest - 1))
+
+
+def test_the_command_writes_page_and_figures(recording: Path, tmp_path: Path) -> None:
+    page, folder = tmp_path / "what.html", tmp_path / "out"
+    flags = ["--compare", "least-tokens", "--report", str(page), "--out", str(folder)]
+    assert main(["--trace", str(recording), *flags]) == 0
+    assert page.read_text() == (folder / "report.html").read_text()
+    assert "TTFT, measured beside simulated" in page.read_text()
+    (other,) = json.loads((folder / "summary.json").read_text())["what_if"]["others"]
+    assert other["policy"] == "least-tokens"
 
 
 def test_a_recording_is_a_trace_for_the_other_commands(recording: Path, capsys: pytest.CaptureFixture[str]) -> None:

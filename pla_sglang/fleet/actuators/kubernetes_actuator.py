@@ -23,13 +23,14 @@ FLEET_LABEL, KIND_LABEL = "pla-sglang/fleet", "pla-sglang/kind"  # of a Deployme
 ORDERS = "pla-sglang/orders"
 DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
 LEAVES_FIRST = "-2147483648"
-PORT_NAME = "http"
+PORT_NAMES = ("http", "https")  # of the container's port; the latter: it takes TLS
 LOOK_S = 2.0  # between two looks at the API server; the router asks more often
 TRIES, PAUSE_S, MOST_PAUSE_S = 10, 0.02, 0.5  # after a conflict; 3 s in all
 
 
 class Deployment(msgspec.Struct):
-    """What we know of one, and its pods. ``news``: its annotation is not up to date."""
+    """What we know of one, and its pods. ``scheme``: how they are reached; ``news``: its annotation is not up to
+    date."""
 
     name: str
     kind: str
@@ -38,12 +39,13 @@ class Deployment(msgspec.Struct):
     port: int | None
     orders: Orders
     pods: list[Pod]
+    scheme: str = "http"
     news: bool = False
 
     def list_instances(self) -> list[StartedInstance]:
         """Raises ActuatorError."""
         if self.port is None:
-            raise ActuatorError(f"Deployment {self.name} has no container port named {PORT_NAME}")
+            raise ActuatorError(f"Deployment {self.name} has no container port named {' or '.join(PORT_NAMES)}")
         rows = [self._to_instance(pod) for pod in self.pods]
         waiting = [plan for plan, pod in self.orders.started.items() if not pod]
         return rows + [StartedInstance(f"{self.kind}-{plan}", "", self.kind, "starting", plan) for plan in waiting]
@@ -53,7 +55,7 @@ class Deployment(msgspec.Struct):
         leaves = pod.ends or pod.name in self.orders.stopping
         state = "stopping" if leaves else "ready" if pod.ready else "starting"
         host = f"[{pod.address}]" if ":" in pod.address else pod.address
-        url = f"http://{host}:{self.port}" if pod.address else ""
+        url = f"{self.scheme}://{host}:{self.port}" if pod.address else ""
         return StartedInstance(pod.name if plan is None else f"{self.kind}-{plan}", url, self.kind, state, plan)
 
 
@@ -245,17 +247,19 @@ def read_deployment(item: dict[str, Any], pods: list[dict[str, Any]]) -> Deploym
     kind = meta["labels"].get(KIND_LABEL, "")
     text = (meta.get("annotations") or {}).get(ORDERS)
     ports = [
-        port["containerPort"]
+        (port["name"], port["containerPort"])
         for container in spec["template"]["spec"]["containers"]
         for port in container.get("ports") or ()
-        if port.get("name") == PORT_NAME
+        if port.get("name") in PORT_NAMES
     ]
+    scheme, port = min(ports, default=(PORT_NAMES[0], None))
     return Deployment(
         name=meta["name"],
         kind=kind,
         version=meta["resourceVersion"],
         replicas=1 if spec.get("replicas") is None else spec["replicas"],
-        port=ports[0] if ports else None,
+        port=port,
+        scheme=scheme,
         orders=Orders() if not text else msgspec.json.decode(text, type=Orders),
         pods=[
             read_pod(pod)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from pla_sglang.common.checks import Choice, Rule, require
 from pla_sglang.common.errors import ConfigError
+from pla_sglang.fleet.cluster.tls import ClusterTls
 from pla_sglang.policy_packages import PolicyName
 
 KINDS = ("unified", "prefill", "decode", "stateless")
@@ -45,6 +46,7 @@ class ClusterConfig:
     router_extra: tuple[str, ...] = ()
     start_timeout_s: float = 300.0
     most_instances: int = MOST_INSTANCES  # together, once some were added; the start is not bound by it
+    tls: ClusterTls = ClusterTls()  # noqa: RUF009 - frozen
 
     def __post_init__(self) -> None:
         for kind, count in self.counts.items():
@@ -65,6 +67,11 @@ class ClusterConfig:
         for argument in self.common:
             if argument.split("=")[0] in ("--port", "--host", "--disaggregation-mode", "--pla-stateless"):
                 raise ConfigError(f"{argument} is set for each instance by the cluster")
+        for argument in (*self.common, *(argument for own in self.own.values() for argument in own)):
+            if argument.startswith("--ssl-cert"):  # then the cluster would ask by plain HTTP whether it is ready
+                raise ConfigError(f"{argument} is for all members: give it to the cluster, not to some engines")
+        if self.tls.cert is not None and self.router not in ("pla", "none"):
+            raise ConfigError(f"--ssl-certfile is not for --router {self.router}; allowed: --router pla or none")
 
     def _check_mix(self) -> None:
         if not any(self.counts.values()):
@@ -98,10 +105,11 @@ class EngineSpec:
     port: int
     bootstrap_port: int | None
     argv: tuple[str, ...]
+    scheme: str = "http"
 
     @property
     def url(self) -> str:
-        return f"http://{self.host}:{self.port}"
+        return f"{self.scheme}://{self.host}:{self.port}"
 
 
 def instances(config: ClusterConfig, free_port: Callable[[], int]) -> list[EngineSpec]:
@@ -145,8 +153,8 @@ def _instance(config: ClusterConfig, name: str, kind: str, port: int, bootstrap:
         argv += ["--disaggregation-mode", kind, TRANSFER_FLAG, TRANSFER_BACKEND]
     if bootstrap is not None:
         argv += ["--disaggregation-bootstrap-port", str(bootstrap)]
-    argv += [*config.common, *config.own.get(kind, ())]
-    return EngineSpec(name, kind, config.host, port, bootstrap, tuple(argv))
+    argv += [*config.tls.engine_arguments(), *config.common, *config.own.get(kind, ())]
+    return EngineSpec(name, kind, config.host, port, bootstrap, tuple(argv), config.tls.scheme)
 
 
 def router_arguments(config: ClusterConfig, engines: Sequence[EngineSpec], port: int, metrics_port: int) -> list[str]:
@@ -154,7 +162,8 @@ def router_arguments(config: ClusterConfig, engines: Sequence[EngineSpec], port:
     command = ["--host", config.host, "--port", str(port)]
     if config.router == "pla":
         workers = [part for engine in engines for part in ("--worker", engine.url)]
-        return [*command, *workers, "--policy", config.policy.replace("_", "-"), *config.router_extra]
+        policy = ["--policy", config.policy.replace("_", "-")]
+        return [*command, *workers, *policy, *config.tls.router_arguments(), *config.router_extra]
     if config.router == "mini-lb":
         command.append("--mini-lb")
     else:

@@ -20,6 +20,7 @@ from typing import Any
 
 import aiohttp
 
+from pla_sglang.common.connection_errors import describe_connection_error
 from pla_sglang.common.errors import PlaError
 from pla_sglang.fleet.actuators.cluster_socket import ERROR, TEMPORARY, encode_instance, socket_path
 from pla_sglang.fleet.cluster.children import Children, ClusterError
@@ -95,6 +96,7 @@ class Supervisor:
         self.router = self._make_router(free_port)
         self.ready = asyncio.Event()
         self._sink = sink
+        self._tls = config.tls.client_context()
         self._errors = LastErrors()
         self._environment = ENVIRONMENT | environment
         self._state_file = state_file
@@ -115,7 +117,7 @@ class Supervisor:
         port = self.config.router_port or free_port()
         specs = [engine.spec for engine in self.engines if engine.spec is not None]
         command = router_arguments(self.config, specs, port, free_port())
-        return Instance(ROUTER, f"http://{self.config.host}:{port}", command=tuple(command))
+        return Instance(ROUTER, f"{self.config.tls.scheme}://{self.config.host}:{port}", command=tuple(command))
 
     @property
     def members(self) -> list[Instance]:
@@ -168,7 +170,7 @@ class Supervisor:
     async def _start_members(self) -> None:
         self._write_state()
         self._log_line(f"importing SGLang once, for {len(self.engines)} engine(s)")
-        async with aiohttp.ClientSession(trust_env=False) as http:
+        async with self._open_client() as http:
             await self._wait_for(lambda: self._forked, "the fork server")
             for engine in self.engines:
                 self._launch_member(engine)
@@ -195,9 +197,14 @@ class Supervisor:
             self._environment.get(CLIENT_KEY[self.router is not None])
         )
         url = front.url.replace("//0.0.0.0:", "//127.0.0.1:")
-        self._log_line(f"try: {request_line(url, has_key=has_key)}")
+        self._log_line(f"try: {request_line(url, has_key=has_key, ca=self.config.tls.ca)}")
         if any(engine.spec is not None and serves_chain(engine.spec.argv) for engine in self.engines):
             self._log_line(CHAIN_ANSWERS)
+
+    def _open_client(self) -> aiohttp.ClientSession:
+        """For questions to members."""
+        connector = None if self._tls is None else aiohttp.TCPConnector(ssl=self._tls)
+        return aiohttp.ClientSession(connector=connector, trust_env=False)
 
     async def _wait_for(self, done: Callable[[], bool], what: str) -> None:
         while not done():
@@ -322,7 +329,7 @@ class Supervisor:
                 member.spec = at_new_bootstrap_port(member.spec, self.config, self._free_port())
             member.move_to(State.STARTING)
             self._launch_member(member)
-        async with aiohttp.ClientSession(trust_env=False) as http:
+        async with self._open_client() as http:
             await self._wait_ready(member, http)
 
     async def _bring_down(self, member: Instance, drain_s: float) -> None:
@@ -399,7 +406,7 @@ class Supervisor:
 
     async def _await_added(self, member: Instance) -> None:
         with contextlib.suppress(ClusterError):  # its end is in the log
-            async with aiohttp.ClientSession(trust_env=False) as http:
+            async with self._open_client() as http:
                 await self._wait_ready(member, http)
         self._starts.pop(member.name, None)
 
@@ -556,8 +563,11 @@ def write_state_file(path: Path, state: dict[str, Any]) -> None:
 
 
 async def is_healthy(url: str, http: aiohttp.ClientSession) -> bool:
+    """Raises ClusterError for a certificate that will not do: waiting would not mend it."""
     try:
         async with http.get(f"{url}/health", timeout=aiohttp.ClientTimeout(total=HEALTH_TIMEOUT_S)) as answer:
             return answer.status == 200
+    except aiohttp.ClientConnectorCertificateError as error:
+        raise ClusterError(f"{url}: {describe_connection_error(error)}; see --ssl-certfile, --ssl-ca-certs") from None
     except (TimeoutError, aiohttp.ClientError, OSError):
         return False

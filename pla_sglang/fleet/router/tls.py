@@ -43,6 +43,11 @@ class TlsFiles:
     def flag_of(self, name: str) -> str:
         return next(one.knob.name for one in declared_fields(type(self)) if one.field.name == name)
 
+    @property
+    def scheme(self) -> str:
+        """With which the address of who shows the certificate begins."""
+        return "http" if self.cert is None else "https"
+
     def has_any(self) -> bool:
         return any(path is not None for path in (self.cert, self.key, self.ca))
 

@@ -151,6 +151,13 @@ class CombinedPolicy(Observer):
         """What drivers explain predictions with."""
         return self.parts.arrow.predictor
 
+    def predict_ttft_s(self, request: RequestView, instance: InstanceView) -> float:
+        """From now until the first token there, as the choice in force sees it."""
+        unite, cost = self.parts.unite, self.parts.cost
+        if unite is None or cost is None or unite.mode is FleetMode.ROLES:
+            return self.predictor.ttft_s(request, instance)
+        return cost.predict_ttft_s(request, instance)
+
     # -- requests ------------------------------------------------------------------------------------------------------
 
     def dispatch(self, request: RequestView, fleet: FleetView, now_s: float) -> Dispatch:

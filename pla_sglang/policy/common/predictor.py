@@ -187,8 +187,16 @@ class TtftPredictor:
         return self.curve(instance).time_s(input_tokens - history, history) * self.factor(instance)
 
     def ttft_s(self, request: RequestView, instance: InstanceView) -> float:
-        """From now until the first token."""
-        return self.delay_s(instance) + self.own_s(request, instance)
+        """From now until the first token: ``delay_s`` and ``own_s``. Hot path: curve and factor are found once."""
+        curve, factor = self.curve(instance), self.factor(instance)
+        delay_s = curve.batch_s(
+            instance.queued_prefills,
+            instance.queued_tokens,
+            instance.queued_attention,
+            instance.queued_history_tokens,
+        )
+        history = min(request.history_tokens(instance), request.input_tokens - 1)
+        return delay_s * factor + curve.time_s(request.input_tokens - history, history) * factor
 
     def least_delay(self, pool: Iterable[InstanceView]) -> InstanceView | None:
         """The instance with the least queueing delay, the first of equals; None for an empty pool. Hot path."""

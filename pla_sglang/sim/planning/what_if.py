@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from statistics import NormalDist
 
 import numpy as np
@@ -188,13 +188,33 @@ def check_other(known: WhatIf, other: Experiment) -> None:
         raise ConfigError("--rates: a recording says nothing of another load; allowed: as recorded")
     if find_policy(other.policy).scales or other.planner != NO_PLANNER:
         raise ConfigError("a fleet that grows or shrinks is not in the recording; allowed: a fixed size")
-    run = known.run
-    asked = work_per_s(run, slice(0, len(run.trace))) / other.instances
-    if asked > known.load_seen:
-        least = math.ceil(asked * other.instances / known.load_seen)
+    fewest = find_fewest_instances(known)
+    if other.instances < fewest:
+        asked = _find_work_per_s(known.run) / other.instances
         raise ConfigError(
             f"--instances {other.instances}: each would have {asked:.2f} s of work a second; the recording has seen "
-            f"{known.load_seen:.2f} at most (over {known.span_s:.0f} s); allowed: {least} and more"
+            f"{known.load_seen:.2f} at most (over {known.span_s:.0f} s); allowed: {fewest} and more"
+        )
+
+
+def find_fewest_instances(known: WhatIf) -> int:
+    """So many that none has more work than one has had in the busiest span."""
+    return max(1, math.ceil(_find_work_per_s(known.run) / known.load_seen))
+
+
+def _find_work_per_s(run: RecordedRun) -> float:
+    return work_per_s(run, slice(0, len(run.trace)))
+
+
+def measure_spans(known: WhatIf) -> Iterator[tuple[float, ...]]:
+    """Yields for each span when it begins, P90 of TTFT measured and simulated, and the same of TPOT."""
+    for span in known.spans:
+        live, simulated = _part(known.run.served, span), _part(known.simulated, span)
+        sides = live, simulated
+        yield (
+            float(live.arrival_s[0]),
+            *(quantile(one.ttft_s(), 90) for one in sides),
+            *(quantile(one.tpot_s(), 90) for one in sides),
         )
 
 

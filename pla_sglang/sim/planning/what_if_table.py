@@ -28,15 +28,18 @@ def show_what_if(
     table.add_column("fleet", overflow="fold")
     for name in FIGURES:
         table.add_column(title_of(name), justify="right")
-    table.add_row(
-        f"measured: {describe_fleet(known.experiment)}", *(_cell(name, known.recorded[name]) for name in FIGURES)
-    )
-    table.add_row("simulated", *(_cell(name, known.replayed[name]) for name in FIGURES))
-    for other, answer in zip(others, answers, strict=True):
-        table.add_row(describe_fleet(other), *(_range(name, answer[name]) for name in FIGURES))
+    names = [f"measured: {describe_fleet(known.experiment)}", "simulated", *map(describe_fleet, others)]
+    for name, cells in zip(names, cells_of(known, answers), strict=True):
+        table.add_row(name, *cells)
     out.print(table)
     legend = LEGEND.format(spans=len(known.spans), span_s=known.span_s, confidence=known.confidence)
     out.print(legend, *list_notes(known), sep="\n", markup=False)
+
+
+def cells_of(known: WhatIf, answers: Sequence[Mapping[str, Interval]] = ()) -> list[list[str]]:
+    """``FIGURES`` measured, simulated, and of each answer."""
+    plain = [[_cell(name, figures[name]) for name in FIGURES] for figures in (known.recorded, known.replayed)]
+    return plain + [[_range(name, answer[name]) for name in FIGURES] for answer in answers]
 
 
 def list_notes(known: WhatIf) -> list[str]:

@@ -221,10 +221,17 @@ async def test_kinds_that_do_not_exist_are_refused(kind: str, tmp_path: Path, mo
         await actuator.stop_instance("nobody")
 
 
+async def test_pods_whose_port_is_named_https_are_reached_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with kube_scene(tmp_path, monkeypatch) as one:
+        await one.cluster.create("stateless", 1, port_name="https", port=30443)
+        (row,) = await one.open_actuator().list_instances()
+        assert row.url == "https://10.0.0.1:30443"
+
+
 async def test_a_deployment_without_our_port_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with kube_scene(tmp_path, monkeypatch) as one:
         await one.cluster.create("stateless", 1, port_name="metrics")
-        with pytest.raises(ActuatorError, match="sglang-stateless has no container port named http"):
+        with pytest.raises(ActuatorError, match="sglang-stateless has no container port named http or https"):
             await one.open_actuator().list_instances()
 
 

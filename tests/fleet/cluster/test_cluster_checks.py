@@ -63,6 +63,24 @@ STATELESS = ("--router", "pla", "--stateless", "1")
         (["--engine-args", "--config /nowhere.yaml"], "/nowhere.yaml: No such file or directory"),
         (["--router", "pla", "--router-args", "--slo-ttft 5"], "router: unknown argument '--slo-ttft'"),
         (["--router", "pla", "--router-args", "--slo-ttft-ms 0"], "router: --slo-ttft-ms 0 is out of range"),
+        (["--ssl-certfile", "a.crt"], "--ssl-certfile needs --ssl-keyfile"),
+        (["--ssl-ca-certs", "ca.pem"], "--ssl-ca-certs needs --ssl-certfile"),
+        (
+            ["--ssl-certfile", "a.crt", "--ssl-keyfile", "a.key"],
+            "--ssl-certfile is not for --router sglang; allowed: --router pla or none",
+        ),
+        (
+            ["--router", "pla", "--ssl-certfile", "/nowhere.crt", "--ssl-keyfile", "a.key"],
+            "--ssl-certfile /nowhere.crt: No such file or directory",
+        ),
+        (
+            ["--router", "pla", "--unified-args", "--ssl-certfile a.crt --ssl-keyfile a.key"],
+            "--ssl-certfile is for all members: give it to the cluster, not to some engines",
+        ),
+        (
+            ["--on", "ray", "--router", "pla", "--ssl-certfile", "a.crt", "--ssl-keyfile", "a.key"],
+            "--ssl-certfile is not for --on ray: its instances are at addresses of other machines",
+        ),
     ],
 )
 def test_mistakes_are_told_before_anything_starts(

@@ -309,6 +309,54 @@ def test_instances_come_later_and_readiness_goes_first(relays: str) -> None:
         assert stream.raw.endswith(b"0\r\n\r\n")
 
 
+def test_a_fleet_without_a_ready_instance_says_so(capfd: pytest.CaptureFixture[str]) -> None:
+    """To operators when the first request begins to wait and when it is over, and to who waits in vain."""
+    printed = [""]
+
+    def says(text: str) -> bool:
+        printed[0] += "".join(capfd.readouterr())
+        return text in printed[0]
+
+    away = f"http://127.0.0.1:{free_port()}"
+    with running_mocks("unified") as mocks, started("--worker", away, "--pending-timeout-ms", "4000") as router:
+        with pytest.raises(HttpError) as refused:
+            open_url(f"http://127.0.0.1:{router.port}/generate", request_body(events=1, stream=False), timeout_s=20)
+        error = json.loads(refused.value.body)["error"]
+        assert (refused.value.status, error["type"]) == (503, "no_instance")
+        assert error["message"].startswith("no instance is ready: 1 starting; it has waited 4.")
+        assert says("no instance is ready: 1 starting; 1 request(s) wait, each up to 4 s (--pending-timeout-ms)")
+        until(lambda: says("no request waits any more; no instance is ready: 1 starting"), what="the end of the wait")
+        assert printed[0].count("request(s) wait") == 1
+        answered: list[bool] = []
+        waits = threading.Thread(target=lambda: answered.append(router.asks()), daemon=True)
+        waits.start()
+        until(lambda: says("request(s) wait, each") and printed[0].count("request(s) wait") == 2, what="a wait")
+        assert b"pla_router_queued_requests 1.0" in router.get("/metrics")
+        with open_url(f"http://127.0.0.1:{router.port}/workers", json.dumps({"url": mocks.urls[0]}).encode()) as added:
+            assert added.status == 202
+        until(lambda: says("requests are served again (1 starting, 1 ready); 0 refused meanwhile"), what="the end")
+        waits.join(10)
+        assert answered == [True]
+
+
+def test_counters_of_closed_sets_begin_with_0() -> None:
+    """So that ``rate()`` sees the first refusal, failure or loss as an increase."""
+    wanted = [
+        *('admissions_total{decision="refused",reason="no_instance"}', 'retries_total{reason="lost"}'),
+        *('instance_failures_total{kind="connect"}', 'exclusions_total{reason="breaker"}'),
+        *('worker_state_changes_total{reason="no_answer",state="dead"}', 'aborts_total{outcome="confirmed"}'),
+        *('peer_lists_total{outcome="failed"}', 'ttft_stage_seconds_total{stage="queue"}'),
+        *('relay_requests_total{outcome="refused",relay="0"}', "takeovers_total"),
+    ]
+    with started("--relay-workers", "1") as router:
+
+        def missing() -> list[str]:
+            shown = router.get("/metrics").decode()
+            return [name for name in wanted if f"\npla_router_{name} 0.0\n" not in shown]
+
+        until(lambda: not missing(), what=f"all of {wanted}", patience_s=20)
+
+
 def test_a_pause_ends_by_itself() -> None:
     with started("--relay-workers", "1", "--drain-pause-s", "0.2") as router:
         router.process.send_signal(signal.SIGTERM)

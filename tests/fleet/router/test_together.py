@@ -330,7 +330,7 @@ async def test_every_scraper_finds_the_series_that_the_page_names() -> None:
     async with together(PAIRS, policy="pla", migration="on") as here:
         await asyncio.gather(*(here.ask(f"r{number:02d}", 2000 if number % 2 else 10) for number in range(8)))
         await here.at_rest()
-        while "pla_router_relay_requests_total" not in await here.scrape("*/*"):  # a relay reports now and then
+        while "pla_router_relay_unmovable_total" not in await here.scrape("*/*"):  # a relay reports now and then
             await asyncio.sleep(0.02)
         for scraper, accept in ACCEPT.items():
             text = await here.scrape(accept)

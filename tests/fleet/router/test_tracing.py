@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.certificates import Authority, client_context
 from support.collector import Collector, Seen, collector
 from support.router_process import RouterProcess, router_process
 from support.serving import until
@@ -67,6 +68,7 @@ def test_a_request_is_a_tree_under_its_clients_span(router: RouterProcess, colle
     expected = {
         "http.request.method": "POST",
         "http.route": "/generate",
+        "url.scheme": "http",
         "http.response.status_code": 200,
         "gen_ai.operation.name": "text_completion",
         "pla.policy": "minimal-load",
@@ -93,6 +95,17 @@ def test_stages_add_up_to_the_ttft_that_explain_tells(router: RouterProcess, col
     assert whole.attributes["gen_ai.latency.time_to_first_token"] == pytest.approx(told["ttft_s"])
     assert whole.attributes["pla.reason"] == told["reason"]
     assert started_ns - 1e7 <= whole.start_ns < parts[-1].end_ns <= whole.end_ns <= ended_ns + 1e9
+
+
+@pytest.mark.parametrize("relays", ["0", "1"])
+def test_the_scheme_is_that_of_clients(collected: Collector, tmp_path: Path, relays: str) -> None:
+    authority = Authority(tmp_path)
+    cert, key = authority.issue("router")
+    arguments = ["--relay-workers", relays, "--tls-cert-path", str(cert), "--tls-key-path", str(key)]
+    arguments += ["--enable-trace", "--otlp-traces-endpoint", f"127.0.0.1:{collected.port}"]
+    with router_process(["null"], arguments, tmp_path, tls=client_context(authority.ca)) as secure:
+        assert ask(secure, f"secure-{relays}") == 200
+        assert tree(collected, f"secure-{relays}")[0].attributes["url.scheme"] == "https"
 
 
 @pytest.mark.parametrize(

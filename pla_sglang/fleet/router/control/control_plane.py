@@ -50,7 +50,7 @@ from pla_sglang.fleet.router.control.workers.state_file import StateFile
 from pla_sglang.fleet.router.control.workers.table import Worker, WorkerState, WorkerTable
 from pla_sglang.fleet.router.control.workers.tasks import Tasks
 from pla_sglang.fleet.router.control.workers.worker_file import WorkerFile
-from pla_sglang.fleet.router.control.workers.worker_log import NO_WORKERS, WorkerLog
+from pla_sglang.fleet.router.control.workers.worker_log import NO_WORKERS, LackLog, WorkerLog
 from pla_sglang.fleet.router.control.workers.worker_service import WorkerService
 from pla_sglang.fleet.router.wire import messages as m
 from pla_sglang.fleet.router.wire.protocols import RelayPort
@@ -107,6 +107,7 @@ class ControlPlane:
         self._length_blind = policy.length_blind
         device_clock = DeviceClock()  # set when the first instance says what it is
         self.table = self._make_table(device_clock, pools=policy.pools)
+        self._lack = LackLog(self.table, knobs.pending_s)
         self.succession = Succession(lease, clock, self.table.can_serve, has_standby)
         self._watch = FleetWatch(self.table, self.series.worker_ttft, self.series.requests.take_recent)
         self._worker_file = None if knobs.worker_file is None else WorkerFile(knobs.worker_file, self.table)
@@ -211,7 +212,7 @@ class ControlPlane:
         keep = self._state_file.state.next_number > 0
         self.policy.open_recording(keep=keep, clock_start_s=time.time() - self._clock())
         if knobs.trace_endpoint:
-            self.dispatcher.tracing = load_tracing(knobs, self._clock)
+            self.dispatcher.tracing = load_tracing(knobs, self._prepared.scheme, self._clock)
         self._client = client = InstanceClient(
             self._prepared.tls,
             timeout_s=knobs.health.timeout_s,
@@ -472,6 +473,7 @@ class ControlPlane:
         self._journal.note_waits(self.table, now_s)
         for worker in self.table:
             worker.load.age_ttft_ratio(now_s)
+        self._lack.note_queue(len(self.dispatcher.queue), self.dispatcher.count_unserved(), now_s)
         self.dispatcher.check_waiting(now_s)
         self.dispatcher.dispatch_pending(now_s)
         self._watch.observe_fleet(
@@ -503,11 +505,11 @@ class ControlPlane:
         self._state_file.save_changes(self.table.next_number, (worker.to_saved() for worker in self.table))
 
 
-def load_tracing(knobs: ControlKnobs, clock: Callable[[], float]) -> OtlpTracing:
+def load_tracing(knobs: ControlKnobs, scheme: str, clock: Callable[[], float]) -> OtlpTracing:
     """OpenTelemetry is an optional dependency, loaded where spans are wanted. Raises ConfigError without it."""
     try:
         from pla_sglang.fleet.router.control.observability.tracing import OtlpTracing
     except ImportError as error:
         wanted = "opentelemetry-sdk opentelemetry-exporter-otlp-proto-grpc"
         raise ConfigError(f"--enable-trace needs OpenTelemetry ({error}); install it: pip install {wanted}") from None
-    return OtlpTracing(knobs.trace_endpoint, policy=knobs.policy, clock=clock)
+    return OtlpTracing(knobs.trace_endpoint, policy=knobs.policy, scheme=scheme, clock=clock)

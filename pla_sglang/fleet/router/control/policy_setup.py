@@ -24,7 +24,7 @@ from pla_sglang.policy.common.predictor import TtftPredictor
 from pla_sglang.policy.dopd.batching import BatchingKnobs
 from pla_sglang.policy.dopd.planner import DopdController
 from pla_sglang.policy.interface.decisions import Migrate, PolicySet, PrefillSample, ScaleTo, SetLengthClass, SetRole
-from pla_sglang.policy.interface.fleet import FleetView, InstanceKind, InstanceView, Role
+from pla_sglang.policy.interface.fleet import FleetView, InstanceKind, InstanceView, RequestView, Role
 from pla_sglang.policy.pairs import PairRunner
 from pla_sglang.policy.registry import Setup
 from pla_sglang.policy.runner import Effects, Refusal
@@ -89,6 +89,7 @@ class LivePolicy:
     """The policy of one router, with its TTFT predictor and its recording.
 
     ``runner`` and ``predictor`` are None until the policy is made: no instance has described itself yet.
+    ``predict_ttft_s`` stays None where the policy does not predict.
 
     Args:
         clock: of the devices; it is set once their time scale is known.
@@ -112,6 +113,7 @@ class LivePolicy:
     ) -> None:
         self.runner: PairRunner | None = None
         self.predictor: TtftPredictor | None = None
+        self.predict_ttft_s: Callable[[RequestView, InstanceView], float] | None = None
         self.recorder: DecisionRecorder | None = None
         self.profile = ""
         self.profile_name = ""
@@ -178,15 +180,22 @@ class LivePolicy:
             self.recorder = DecisionRecorder(self._record_file, header, self._fleet)
         policy = build(knobs.policy, setup)
         self.roles = policy.roles
-        predictor = getattr(policy.dispatcher, "predictor", None)
-        self._teaches_predictor = not isinstance(predictor, TtftPredictor)
-        self.predictor = TtftPredictor({"": profile_curve(setup.steps)}) if self._teaches_predictor else predictor
+        self._take_predictor(policy, setup)
         self._list_requests(policy)
         self.runner = PairRunner(
             policy, self._fleet, self._effects, recording=self.recorder, on_action=self._on_action, clock=self.clock
         )
         self.runner.is_connected = self._is_connected
         return self.runner
+
+    def _take_predictor(self, policy: PolicySet, setup: Setup) -> None:
+        """That of the policy, or where it has none, one for admission."""
+        predictor = getattr(policy.dispatcher, "predictor", None)
+        if isinstance(predictor, TtftPredictor):
+            self.predictor = predictor
+            self.predict_ttft_s = getattr(policy.dispatcher, "predict_ttft_s", predictor.ttft_s)
+        else:
+            self.predictor, self._teaches_predictor = TtftPredictor({"": profile_curve(setup.steps)}), True
 
     @property
     def batching(self) -> BatchingKnobs | None:

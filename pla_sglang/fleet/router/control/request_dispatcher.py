@@ -43,6 +43,7 @@ from pla_sglang.fleet.router.control.workers.abort_order import AbortOrder
 from pla_sglang.fleet.router.control.workers.exclusions import Exclusion, Exclusions, find_unfit, judge_unfit
 from pla_sglang.fleet.router.control.workers.health import Health
 from pla_sglang.fleet.router.control.workers.table import Worker, WorkerReason, WorkerState
+from pla_sglang.fleet.router.control.workers.worker_log import count_states, describe_lack
 from pla_sglang.fleet.router.wire import messages as m
 from pla_sglang.policy.admission import Admission, AdmissionReason, Verdict, is_saturated
 from pla_sglang.policy.fair_queue import FairQueue
@@ -273,7 +274,18 @@ class RequestDispatcher:
         for aside in list(self._aside.values()):
             self._check_aside(aside, now_s)
         for record in self.queue.drop(lambda waiting: now_s - waiting.present.asked_s > self.knobs.pending_s):
-            self._refuse(record, _NO_INSTANCE)
+            self._refuse(record, _NO_INSTANCE, self._describe_wait(now_s - record.present.asked_s))
+
+    def _describe_wait(self, waited_s: float) -> str:
+        """Why a request has waited in vain."""
+        table = self.table
+        full = f"no instance had room for it: {count_states(table)}"
+        why = full if table.can_serve() else describe_lack(table)
+        return f"{why}; it has waited {waited_s:.1f} s (--pending-timeout-ms)"
+
+    def count_unserved(self) -> float:
+        """Requests that were refused for want of an instance."""
+        return self.series.admissions.read("refused", AdmissionReason.NO_INSTANCE.value)
 
     def _check_aside(self, aside: Aside, now_s: float) -> None:
         record = aside.record
@@ -380,7 +392,7 @@ class RequestDispatcher:
         if waits and not verdict.admitted:
             self._drop(record, verdict)
             return True
-        note_choice(record, choice, runner.visible().ready, clock, excluded=excluded, own_prefill_s=own_s)
+        note_choice(record, choice, runner.visible().ready, self.policy, excluded=excluded, own_prefill_s=own_s)
         self._count_choice(record, choice, verdict, excluded)
         self._assign(record, choice, now_s)
         return True
@@ -470,14 +482,15 @@ class RequestDispatcher:
         self.queue.remove(record.rid)
         self._refuse(record, verdict)
 
-    def _refuse(self, record: RequestRecord, verdict: Verdict) -> None:
+    def _refuse(self, record: RequestRecord, verdict: Verdict, text: str = "") -> None:
+        """``text``: as in ``refuse_message``."""
         record.admission = verdict.reason.value
         over = record.last_over
-        self._send_refusal(record.ask, verdict, over=0 if over is None else over.attempt)
+        self._send_refusal(record.ask, verdict, over=0 if over is None else over.attempt, text=text)
 
-    def _send_refusal(self, ask: m.Ask, verdict: Verdict, *, over: int = 0) -> None:
+    def _send_refusal(self, ask: m.Ask, verdict: Verdict, *, over: int = 0, text: str = "") -> None:
         self.series.admissions.inc("refused", verdict.reason.value)
-        self._send_message(ask.relay, refuse_message(ask, verdict, over=over))
+        self._send_message(ask.relay, refuse_message(ask, verdict, over=over, text=text))
 
 
 def _is_of_present(record: RequestRecord, over: m.Over) -> bool:

@@ -52,11 +52,19 @@ class Preparation:
     Attributes:
         tls: for instances with https.
         keys: of clients, for the limits of their tenants; None: nobody has one.
+        scheme: by which clients come.
         described: what a standby gets to know of the instances that serve, each process of theirs once, by URL.
     """
 
-    def __init__(self, knobs: ControlKnobs, *, tls: TlsContext | None = None, keys: KeysFile | None = None) -> None:
-        self.knobs, self.keys = knobs, keys
+    def __init__(
+        self,
+        knobs: ControlKnobs,
+        *,
+        tls: TlsContext | None = None,
+        keys: KeysFile | None = None,
+        scheme: str = "http",
+    ) -> None:
+        self.knobs, self.keys, self.scheme = knobs, keys, scheme
         self.tls = tls or TlsContext(WorkerTls(), now_s=time.time())
         self.described: dict[str, Description] = {}
         self._reads_prompts = not find_policy(knobs.policy).length_blind

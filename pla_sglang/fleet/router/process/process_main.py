@@ -158,9 +158,9 @@ async def control_main(settings: dict[str, Any]) -> int:
     given, has_standby = Settings(settings["given"]), settings["standby"]
     with failing_files():
         worker_tls = TlsContext(given.build(WorkerTls), now_s=time.time())
-        keys_file = given.build(RelayConfig).keys_file
-        keys = None if keys_file is None else KeysFile(keys_file)
-    prepared = Preparation(given.build(ControlKnobs), tls=worker_tls, keys=keys)
+        relay = given.build(RelayConfig)
+        keys = None if relay.keys_file is None else KeysFile(relay.keys_file)
+    prepared = Preparation(given.build(ControlKnobs), tls=worker_tls, keys=keys, scheme=relay.tls.scheme)
     orders = ControlOrders()
     stop = Stop(watch_stdin=True, on_line=orders.on_line)
     beating = None

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 
 class Counters:
     """Values that only grow, by name; a name may carry labels in Prometheus form."""
 
     def __init__(self) -> None:
         self.values: dict[str, float] = {}
+
+    def show(self, names: Iterable[str]) -> None:
+        """With 0 from the start, so that the first event is seen as an increase."""
+        self.values = dict.fromkeys(names, 0.0) | self.values
 
     def count_event(self, name: str, **labels: str) -> None:
         if labels:

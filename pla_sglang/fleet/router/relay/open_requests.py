@@ -28,6 +28,7 @@ class OpenRequests:
 
     def __init__(self, context: RelayContext, access_log: AccessLog) -> None:
         self._context, self._access_log = context, access_log
+        context.counters.show(ENDED_COUNTERS.values())
         self._by_rid: dict[str, Request] = {}
         self._batch_rids: set[str] = set()  # the clients' own names for the prompts of their batches
         self._all_ended = asyncio.Event()

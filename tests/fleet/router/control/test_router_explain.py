@@ -103,6 +103,41 @@ async def test_no_prediction_learns_from_the_set_up_of_a_connection() -> None:
         assert correction.count == 1
 
 
+@pytest.mark.parametrize("policy", ["minimal-load", "arrow", "combined", "dopd", "pla"])
+async def test_what_each_candidate_was_predicted(policy: str) -> None:
+    """So that the choice can be judged: the one that has most to do is predicted to be latest."""
+    async with scene(["null", "null", "null"], policy=policy) as one:
+        views = [worker.view for worker in one.plane.table]
+        for number in range(12):
+            one.assign(f"before-{number}", input_tokens=200 * (number % 5 + 1))
+        one.assign("r", input_tokens=1000)
+        explained = one.admin("GET", "/pla/explain/r")[1]
+        candidates = explained["candidates"]
+        assert explained["policy_predicts"]
+        assert candidates.keys() == {view.name for view in views}
+        chosen = candidates[explained["prefill"]]
+        assert chosen["predicted_ttft_s"] == explained["predicted_ttft_s"] > 0
+        by_queue = sorted(candidates.values(), key=lambda one: one["queued_tokens"])
+        assert by_queue[0]["predicted_ttft_s"] < by_queue[-1]["predicted_ttft_s"]
+
+
+async def test_a_policy_that_does_not_predict_says_so() -> None:
+    async with scene(["null", "null"], policy="round-robin") as one:
+        one.assign("r")
+        explained = one.admin("GET", "/pla/explain/r")[1]
+        assert not explained["policy_predicts"]
+        assert {row["predicted_ttft_s"] for row in explained["candidates"].values()} == {None}
+        assert explained["predicted_ttft_s"] > 0, "the router's own, for admission"
+
+
+async def test_nobody_prefills_at_a_decode_instance() -> None:
+    async with scene(["prefill", "decode"], policy="minimal-load") as one:
+        one.assign("r")
+        explained = one.admin("GET", "/pla/explain/r")[1]
+        assert explained["candidates"][explained["decode"]]["predicted_ttft_s"] is None
+        assert explained["candidates"][explained["prefill"]]["predicted_ttft_s"] == explained["predicted_ttft_s"]
+
+
 async def test_a_unified_instance_transfers_nothing() -> None:
     async with scene(["null"], policy="minimal-load") as one:
         one.ask("r")

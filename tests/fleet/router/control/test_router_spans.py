@@ -67,7 +67,7 @@ def test_attributes_name_no_tenant_and_no_words_of_instances() -> None:
     record.view.output_tokens = 5
     record.present.state, record.present.over = OVER, Over(1, Cause.TRANSFER_FAILED, 2.0, detail="an instance said")
     record.begin_attempt(record.present.over, 2.0)
-    told = attributes(record, "pla")
+    told = attributes(record, "pla", "https")
     assert (told["pla.attempts"], told["pla.causes"]) == (2, ("transfer_failed",))
     assert told["error.type"] == "timeout"
     assert "http.response.status_code" not in told  # there was no answer

@@ -16,15 +16,17 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pla_sglang.fleet.router.control.observability.move_gains import measure_moves
 from pla_sglang.fleet.router.control.requests.request_record import Attempt, Placement, RequestRecord
 from pla_sglang.fleet.router.control.workers.exclusions import Exclusion
-from pla_sglang.policy.common.device_clock import DeviceClock
 from pla_sglang.policy.common.length_errors import LengthPoint
 from pla_sglang.policy.interface.fleet import InstanceView
-from pla_sglang.policy.pairs import Choice
+from pla_sglang.policy.pairs import PREFILLS, Choice
+
+if TYPE_CHECKING:
+    from pla_sglang.fleet.router.control.policy_setup import LivePolicy
 
 SHOWN_CANDIDATES = 8
 FIRST_TRANSFER = "transfer_s has the set-up of the connection between these two instances; no prediction learns from it"
@@ -35,21 +37,34 @@ def note_choice(
     record: RequestRecord,
     choice: Choice,
     ready: Sequence[InstanceView],
-    clock: DeviceClock,
+    policy: LivePolicy,
     *,
     excluded: Mapping[InstanceView, Exclusion],
     own_prefill_s: float | None,
 ) -> None:
     """What the policy chose, what it could have chosen, and what was kept from it. ``own_prefill_s`` and what views say
     is device time."""
-    view, cached = record.view, record.view.cached
+    view, cached, clock = record.view, record.view.cached, policy.clock
+
+    def predict_ttft_s(instance: InstanceView) -> float | None:
+        if policy.predict_ttft_s is None or instance.kind not in PREFILLS:
+            return None
+        if instance is choice.prefill and choice.predicted_ttft_s is not None:
+            return clock.wall_s(choice.predicted_ttft_s)
+        return clock.wall_s(policy.predict_ttft_s(view, instance))
+
     record.present.placement = Placement(
         choice,
         view.history_tokens(choice.prefill),
         clock.known_wall_s(view.predicted_ttft_s),
         clock.known_wall_s(own_prefill_s),
         clock.known_wall_s(choice.decode.token_interval_s),
-        tuple([(one.name, one.queued_tokens, cached.get(one.index, 0)) for one in ready[:SHOWN_CANDIDATES]]),
+        tuple(
+            [
+                (one.name, one.queued_tokens, cached.get(one.index, 0), predict_ttft_s(one))
+                for one in ready[:SHOWN_CANDIDATES]
+            ]
+        ),
         tuple([(one.name, reason.value) for one, reason in excluded.items()]) if excluded else (),
     )
 
@@ -152,6 +167,7 @@ def explain(record: RequestRecord, *, offset_s: float) -> dict[str, Any]:
     """For /pla/explain; ``offset_s`` as in ``wall_times``. Fields that end with ``_s`` are of the records' clock."""
     attempt, end = record.shown_attempt, record.end
     placement, choice = attempt.placement, attempt.choice
+    candidates = () if placement is None else placement.candidates
     explained: dict[str, Any] = {
         "rid": record.rid,
         "times": wall_times(record, offset_s),
@@ -175,9 +191,10 @@ def explain(record: RequestRecord, *, offset_s: float) -> dict[str, Any]:
         "own_prefill_s": None if placement is None else placement.own_prefill_s,
         "token_interval_s": None if placement is None else placement.token_interval_s,
         "actions": () if choice is None else [f"{type(one).__name__}:{one.reason.value}" for one in choice.actions],
+        "policy_predicts": any(predicted_s is not None for *_, predicted_s in candidates),
         "candidates": {
-            name: {"queued_tokens": queued, "cached_tokens": cached}
-            for name, queued, cached in (() if placement is None else placement.candidates)
+            name: {"queued_tokens": queued, "cached_tokens": cached, "predicted_ttft_s": predicted_s}
+            for name, queued, cached, predicted_s in candidates
         },
         "excluded": {} if placement is None else dict(placement.excluded),
         "decided_s": attempt.assigned_s,

@@ -12,6 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from pla_sglang.common.series import with_former_names
+from pla_sglang.fleet.router.attempt_rules import RULES, Who
 from pla_sglang.fleet.router.control.observability.explain import STAGES
 from pla_sglang.fleet.router.control.observability.move_gains import MoveGains
 from pla_sglang.fleet.router.control.observability.request_series import (
@@ -20,8 +21,11 @@ from pla_sglang.fleet.router.control.observability.request_series import (
     RequestSeries,
     counter_family,
 )
-from pla_sglang.fleet.router.wire.messages import RelayReport
+from pla_sglang.fleet.router.control.workers.exclusions import Exclusion
+from pla_sglang.fleet.router.control.workers.worker_log import CHANGES
+from pla_sglang.fleet.router.wire.messages import Cause, FailureKind, RelayReport
 from pla_sglang.fleet.viewer.history import TtftSums
+from pla_sglang.policy.admission import LETS_IN, AdmissionReason
 from pla_sglang.policy.common.length_errors import ErrorSums
 
 _STARTS_S = (1.0, 2.0, 5.0, 10.0, 20.0, 40.0, 60.0, 90.0, 120.0, 180.0, 300.0, 600.0, 1200.0)
@@ -58,8 +62,6 @@ class RouterSeries(Collector):
         self.worker_changes = count("worker_state_changes", "Changes of worker states.", "state", "reason")
         self.takeovers = count("takeovers", "Control processes that followed another one.")
         self._starts = count("instance_starts", "Instances that the planner has ordered, by how that ended.", "outcome")
-        for outcome in ("ready", "failed", "expired"):
-            self._starts.inc(outcome, by=0.0)  # else Prometheus sees no increase when the first one ends
         self._start_s = Durations(
             registry, "instance_start_seconds", "From the order of an instance until it is ready.", _STARTS_S
         )
@@ -74,11 +76,24 @@ class RouterSeries(Collector):
         self.move_gains = MoveGains()
         self.worker_ttft: dict[str, TtftSums] = {}  # by name of the instance that has prefilled
         self.prefixes: dict[str, tuple[int, int, int]] = {}  # by instance: tokens predicted, hit, and of the prompts
-        self._stage_s: Sequence[float] = ()  # one for each of ``STAGES``; there from the first time
+        self._stage_s: Sequence[float] = (0.0,) * len(STAGES)
         self._register_sums(length_errors)
         self.decision_s = Durations(registry, "decision_seconds", "Time of the control plane for one dispatch.")
         ProcessCollector("pla_router", registry=registry)  # of the control process; its start shows restarts
         registry.register(self)
+        self._show_closed_sets()
+
+    def _show_closed_sets(self) -> None:
+        """Labels that are known beforehand."""
+        for reason in AdmissionReason:
+            self.admissions.show([("admitted" if reason in LETS_IN else "refused", reason.value)])
+        self.failures.show((kind.name.lower(),) for kind in FailureKind if kind is not FailureKind.FULL)
+        self.exclusions.show((reason.value,) for reason in Exclusion)
+        self.worker_changes.show((state.value, reason.value) for state, reason in CHANGES)
+        self.aborts.show([("confirmed",), ("dead",)])
+        self.peer_lists.show([("told",), ("failed",)])
+        self._starts.show([("ready",), ("failed",), ("expired",)])
+        self.retries.show((cause.label,) for cause in Cause if RULES[cause].unshown is not Who.NONE)
 
     def _register_sums(self, length_errors: Callable[[], Mapping[tuple[int, int], ErrorSums]]) -> None:
         registry = self._registry
@@ -117,8 +132,7 @@ class RouterSeries(Collector):
     def add_stages(self, seconds: Sequence[float] | None) -> None:
         """One for each of ``STAGES``; None: of a request without a first token."""
         if seconds is not None:
-            sums = self._stage_s
-            self._stage_s = [a + b for a, b in zip(sums, seconds, strict=True)] if sums else seconds
+            self._stage_s = [a + b for a, b in zip(self._stage_s, seconds, strict=True)]
 
     def describe_prefixes(self) -> dict[str, dict[str, int]]:
         """For /pla/state."""
@@ -126,7 +140,7 @@ class RouterSeries(Collector):
         return {worker: dict(zip(names, sums, strict=True)) for worker, sums in self.prefixes.items()}
 
     def _read_stages(self) -> Kept:
-        return {stage.removesuffix("_s"): (total_s,) for stage, total_s in zip(STAGES, self._stage_s, strict=False)}
+        return {stage.removesuffix("_s"): (total_s,) for stage, total_s in zip(STAGES, self._stage_s, strict=True)}
 
     def render_text(self) -> bytes:
         """In Prometheus' text format."""
@@ -165,6 +179,13 @@ class LabelledCounter(Collector):
 
     def inc(self, *labels: str, by: float = 1.0) -> None:
         self._counts[labels] = self._counts.get(labels, 0.0) + by
+
+    def show(self, known: Iterable[tuple[str, ...]]) -> None:
+        """With 0 from the start: else Prometheus sees no increase when the first one comes."""
+        self._counts = dict.fromkeys(known, 0.0) | self._counts
+
+    def read(self, *labels: str) -> float:
+        return self._counts.get(labels, 0.0)
 
     def collect(self) -> Iterator[Metric]:
         yield counter_family(self._name, self._text, self._labels, self._counts.items())

@@ -74,7 +74,7 @@ def failed(record: RequestRecord) -> bool:
     return record.end is None or record.end.status >= 500 or record.end.outcome not in NO_FAULT
 
 
-def attributes(record: RequestRecord, policy: str) -> dict[str, Value]:
+def attributes(record: RequestRecord, policy: str, scheme: str) -> dict[str, Value]:
     """Names: OpenTelemetry's semantic conventions (``http.*``, ``gen_ai.*``), SGLang's own (``gen_ai.request.id``,
     ``gen_ai.latency.*``, in its ``SpanAttributes``), and ours (``pla.*``)."""
     attempt, end = record.shown_attempt, record.end
@@ -83,7 +83,7 @@ def attributes(record: RequestRecord, policy: str) -> dict[str, Value]:
     told: dict[str, Value | None] = {
         "http.request.method": "POST",
         "http.route": BY_ENDPOINT[record.ask.endpoint].name,
-        "url.scheme": "http",
+        "url.scheme": scheme,
         "http.request.body.size": record.ask.body_bytes,
         "http.response.status_code": None if end is None else end.status or None,
         "error.type": label if failed(record) else None,

@@ -54,8 +54,8 @@ _NOTHING = Resource({})
 class _Unfolding(SpanExporter):
     """Makes the spans of requests, and hands them to the exporter. Runs on the processor's thread."""
 
-    def __init__(self, exporter: OTLPSpanExporter, policy: str, rng: random.Random) -> None:
-        self._exporter, self._policy, self._rng = exporter, policy, rng
+    def __init__(self, exporter: OTLPSpanExporter, policy: str, scheme: str, rng: random.Random) -> None:
+        self._exporter, self._policy, self._scheme, self._rng = exporter, policy, scheme, rng
         self._resource = Resource.create({SERVICE_NAME: SERVICE})
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
@@ -90,7 +90,7 @@ class _Unfolding(SpanExporter):
             above,
             kind=SpanKind.SERVER,
             status=Status(StatusCode.ERROR, label) if failed(record) else Status(),
-            attributes=attributes(record, self._policy),
+            attributes=attributes(record, self._policy, self._scheme),
         )
         return [*made, whole]
 
@@ -110,9 +110,14 @@ class _Unfolding(SpanExporter):
 
 
 class OtlpTracing:
-    """Exports the spans of one event loop. ``clock``: monotonic seconds, that of records."""
+    """Exports the spans of one event loop.
 
-    def __init__(self, endpoint: str, *, policy: str, clock: Callable[[], float]) -> None:
+    Args:
+        scheme: by which clients come.
+        clock: monotonic seconds, that of records.
+    """
+
+    def __init__(self, endpoint: str, *, policy: str, scheme: str, clock: Callable[[], float]) -> None:
         self._clock = clock
         sys.setswitchinterval(min(SWITCH_S, sys.getswitchinterval()))
         self._exporter = OTLPSpanExporter(
@@ -122,7 +127,7 @@ class OtlpTracing:
             channel_options=CHANNEL_OPTIONS,  # type: ignore[arg-type] # declared as text; gRPC wants a number
         )
         self._processor = BatchSpanProcessor(
-            _Unfolding(self._exporter, policy, random.SystemRandom()),
+            _Unfolding(self._exporter, policy, scheme, random.SystemRandom()),
             max_queue_size=QUEUE_REQUESTS,
             schedule_delay_millis=DELAY_MS,
             max_export_batch_size=BATCH_REQUESTS,

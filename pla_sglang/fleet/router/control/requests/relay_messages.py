@@ -64,12 +64,11 @@ def assign_message(
     )
 
 
-def refuse_message(ask: m.Ask, verdict: Verdict, *, over: int = 0) -> m.Refuse:
-    """``over``: number of the attempt that the question named; 0: none."""
+def refuse_message(ask: m.Ask, verdict: Verdict, *, over: int = 0, text: str = "") -> m.Refuse:
+    """``over``: number of the attempt that the question named; 0: none. ``text``: says more than the reason alone."""
     reason = verdict.reason
     path = BY_ENDPOINT[ask.endpoint]
     needs = "it needs an embedding model (--is-embedding)" if path.embeds else "it needs a model that generates"
-    text = (
-        _TEXT[reason].replace("{path}", path.name).replace("{needs}", needs).replace("{tokens}", str(ask.input_tokens))
-    )
+    tokens = str(ask.input_tokens)
+    text = text or _TEXT[reason].replace("{path}", path.name).replace("{needs}", needs).replace("{tokens}", tokens)
     return m.Refuse(ask.rid, _STATUS.get(reason, 429), reason.value, text, verdict.retry_after_s, over)

@@ -98,7 +98,8 @@ class Placement(msgspec.Struct, gc=False, eq=False):
     Attributes:
         own_prefill_s: expected prefill time of this request alone.
         token_interval_s: of the decode instance when it was chosen.
-        candidates: name, queued tokens and cached tokens of instances that were ready.
+        candidates: name, queued tokens and cached tokens of instances that were ready, and the TTFT that the policy
+            predicted there, without that in which the request had waited already; None: it predicts none.
         excluded: names of ready instances that were left out, each with the reason.
         placed_s: when its decode was placed, where that was not at its dispatch.
         placed_on: name of the instance that it was to decode at then, and was about to move to; None: here.
@@ -109,7 +110,7 @@ class Placement(msgspec.Struct, gc=False, eq=False):
     predicted_ttft_s: float | None = None
     own_prefill_s: float | None = None
     token_interval_s: float | None = None
-    candidates: tuple[tuple[str, int, int], ...] = ()
+    candidates: tuple[tuple[str, int, int, float | None], ...] = ()
     excluded: tuple[tuple[str, str], ...] = ()
     placed_s: float | None = None
     placed_on: str | None = None

@@ -8,7 +8,15 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
 from pla_sglang.fleet.router.control.workers.breaker import BreakerReason
-from pla_sglang.fleet.router.control.workers.table import DRAINED, Worker, WorkerReason, WorkerState
+from pla_sglang.fleet.router.control.workers.table import (
+    DRAINED,
+    SHOWN_STATES,
+    Worker,
+    WorkerReason,
+    WorkerState,
+    WorkerTable,
+)
+from pla_sglang.policy.interface.fleet import InstanceKind
 
 logger = logging.getLogger(__name__)
 # Until a line that waits is told whatever is not known yet. By default an instance whose connections are refused is
@@ -30,6 +38,7 @@ LINES = {
     (WorkerState.DEAD, WorkerReason.RESTARTED): "lost: another process answers at its address",
     (WorkerState.DEAD, WorkerReason.REMOVED): "removed",
 }
+CHANGES = (*LINES, (WorkerState.READY, WorkerReason.ANSWERS))  # all that a worker can meet
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,6 +145,48 @@ class WorkerLog:
         if text not in said:
             said.add(text)
             _log_line(level, worker, text)
+
+
+class LackLog:
+    """Says once that requests wait as nobody can serve them, and once that this is over."""
+
+    def __init__(self, table: WorkerTable, pending_s: float) -> None:
+        self._table, self._pending_s = table, pending_s
+        self._since_s: float | None = None
+        self._refused_before = 0.0
+
+    def note_queue(self, waiting: int, refused: float, now_s: float) -> None:
+        """To be called a few times a second. ``refused``: for want of an instance, since the start."""
+        lacks = waiting > 0 and not self._table.can_serve()
+        if lacks and self._since_s is None:
+            self._since_s, self._refused_before = now_s, refused
+            limit = f"{waiting} request(s) wait, each up to {self._pending_s:g} s (--pending-timeout-ms)"
+            logger.warning("%s; %s", describe_lack(self._table), limit)
+        elif not lacks and self._since_s is not None:
+            lasted_s, self._since_s = now_s - self._since_s, None
+            served = self._table.can_serve()
+            what = "requests are served again" if served else f"no request waits any more; {describe_lack(self._table)}"
+            logger.log(
+                logging.INFO if served else logging.WARNING,
+                "after %.1f s %s (%s); %d refused meanwhile",
+                lasted_s,
+                what,
+                count_states(self._table),
+                refused - self._refused_before,
+            )
+
+
+def describe_lack(table: WorkerTable) -> str:
+    """Who is not ready of those without whom no request is served, and the states of all."""
+    kinds = {worker.view.kind for worker in table if worker.is_ready()}
+    lacking = "decode " if InstanceKind.PREFILL in kinds else "prefill " if InstanceKind.DECODE in kinds else ""
+    return f"no {lacking}instance is ready: {count_states(table)}"
+
+
+def count_states(workers: Iterable[Worker]) -> str:
+    """Such as "1 ready, 2 starting"."""
+    counts = Counter(worker.shown_state for worker in workers)
+    return ", ".join(f"{counts[state]} {state}" for state in SHOWN_STATES if counts[state]) or "none is known"
 
 
 class PeerLog:
