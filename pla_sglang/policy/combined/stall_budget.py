@@ -180,7 +180,7 @@ class InPlace:
         return self._arrow.predictor.own_s(request, instance) * self.lost_share(free_s)
 
     def lost_share(self, free_s: float) -> float:
-        """Of a prefill's time, what decodes beside it lose that have ``free_s`` left beside a step."""
+        """Share of a prefill's time that decodes lose which have ``free_s`` left beside a step."""
         return 1.0 if self._pass_s is None else max(0.0, 1.0 - max(0.0, free_s) / self._pass_s)
 
     def _owed_s(self, instance: InstanceView, rate: float, now_s: float) -> float:
