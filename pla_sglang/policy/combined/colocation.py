@@ -7,7 +7,10 @@ until there were some.
 
 * Roles are introduced where they bear ``margin`` times what the colocated fleet does; as many prefill instances as are
   best then, those with the fewest decodes. From then on Arrow's flips adapt their number, by one at most.
-* They are dropped where the colocated fleet bears as much.
+* They are also introduced where more than ``late_share`` of recent answers had tokens that came too late, and roles
+  would bear the present rate. So where prefills stop decodes: the closed forms are of steady traffic, and a burst of
+  prompts stops short answers for longer than they tolerate.
+* They are dropped where the colocated fleet bears as much; after late answers, once the rate is half of what it was.
 * Between two changes there are at least ``rest_s``.
 
 Instances that are not stateless keep their roles.
@@ -41,6 +44,8 @@ class ColocationKnobs:
     memory: recent requests and answers that the traffic is averaged over.
     prior: so many of them does the usual chat count for, before there were any.
     refresh: answers between two looks at what a short answer is.
+    late_share: of answers, whose tokens came later than their target; half of what a fleet may miss that is to keep
+        nine of ten.
     """
 
     margin: float = knob(1.15, allowed=Range(1))
@@ -49,12 +54,14 @@ class ColocationKnobs:
     memory: int = knob(500, allowed=Range(1))
     prior: int = knob(20, allowed=Range(1))
     refresh: int = knob(25, allowed=Range(1))
+    late_share: float = knob(0.05, allowed=Range(0, 1, above=True))
 
     def __post_init__(self) -> None:
         check_fields(self, "unite")
         require_order("unite prior", self.prior, "memory", self.memory)
 
 
+PROOF = 50  # answers until which a share of late ones counts less than it is
 SHORT_ANSWERS = 0.1  # quantile of recent answers that counts as a short one
 USUAL = Traffic(
     new_tokens=1024.0,
@@ -120,6 +127,38 @@ class TrafficMeter:
         )
 
 
+class LateAnswers:
+    """The share of recent answers whose tokens came later than their target, and how many requests come a second."""
+
+    def __init__(self, memory: int) -> None:
+        self.share = 0.0
+        self._memory, self._answers = memory, 0
+        self._first_s: dict[str, float] = {}  # of running requests
+        self._arrivals_s: deque[float] = deque(maxlen=memory)
+
+    @property
+    def rate_per_s(self) -> float:
+        """Of recent requests; 0 of fewer than two."""
+        arrivals_s = self._arrivals_s
+        span_s = arrivals_s[-1] - arrivals_s[0] if arrivals_s else 0.0
+        return (len(arrivals_s) - 1) / span_s if span_s > 0 else 0.0
+
+    def on_arrival(self, now_s: float) -> None:
+        self._arrivals_s.append(now_s)
+
+    def on_first_token(self, rid: str, now_s: float) -> None:
+        self._first_s[rid] = now_s
+
+    def on_finish(self, rid: str, output_tokens: int, target_s: float, now_s: float) -> None:
+        """Ended in any way. Answers of one token have no intervals."""
+        first_s = self._first_s.pop(rid, None)
+        if first_s is None or output_tokens < 2:
+            return
+        self._answers += 1
+        late = now_s - first_s > (output_tokens - 1) * target_s
+        self.share += (late - self.share) / max(PROOF, min(self._answers, self._memory))
+
+
 class ColocationMode:
     """The form that a fleet has now, and its changes.
 
@@ -136,12 +175,23 @@ class ColocationMode:
         self._arrow = arrow
         self._steps = steps
         self._mixes = mixes
+        self._late = LateAnswers(knobs.memory)
+        self._late_at_rps = math.inf  # the rate at which too many were late
         self._changed_s = -math.inf
 
-    def note(self, request: RequestView) -> None:
+    def note(self, request: RequestView, now_s: float) -> None:
         """``request`` is being dispatched, in either form; assuming the largest cached prefix."""
+        self._late.on_arrival(now_s)
         history = min(max(request.cached.values(), default=0), request.input_tokens - 1)
         self.meter.on_request(request.input_tokens - history, history)
+
+    def on_first_token(self, request: RequestView, now_s: float) -> None:
+        self._late.on_first_token(request.rid, now_s)
+
+    def on_finish(self, request: RequestView, output_tokens: int, now_s: float) -> None:
+        self.meter.on_answer(output_tokens)
+        target_s = self._arrow.knobs.tpot_slo_s if request.tpot_slo_s is None else request.tpot_slo_s
+        self._late.on_finish(request.rid, output_tokens, target_s, now_s)
 
     def tick(self, fleet: FleetView, now_s: float) -> list[FleetAction]:
         """Role changes that the form requires."""
@@ -169,9 +219,16 @@ class ColocationMode:
         self._arrow.planned = prefills
         if now_s - self._changed_s < knobs.rest_s:
             return 0
-        margin = knobs.margin if self.mode is FleetMode.UNITED else 1.0
+        rate_per_s, united = self._late.rate_per_s, self.mode is FleetMode.UNITED
+        margin = knobs.margin if united else 1.0
+        too_late = False
+        if united and not self._mixes:
+            too_late = self._late.share > knobs.late_share and with_roles_rps > margin * rate_per_s
+            self._late_at_rps = rate_per_s if too_late else math.inf
+        elif self._late_at_rps < math.inf:
+            too_late = rate_per_s > self._late_at_rps / 2
         wanted = FleetMode.UNITED
-        if prefills and not bears_colocated(with_roles_rps / margin, steps, traffic, shape):
+        if prefills and (too_late or not bears_colocated(with_roles_rps / margin, steps, traffic, shape)):
             wanted = FleetMode.ROLES
         if wanted is self.mode:
             return 0

@@ -188,7 +188,7 @@ class CombinedPolicy(Observer):
         unite, cost = self.parts.unite, self.parts.cost
         if unite is None or cost is None:
             return None
-        unite.note(request)
+        unite.note(request, now_s)
         if unite.mode is FleetMode.ROLES:
             return None
         chosen = cost.choose(request, fleet, now_s, unite.meter.output_tokens)
@@ -401,6 +401,8 @@ class CombinedPolicy(Observer):
 
     def on_first_token(self, request: RequestView, instance: InstanceView, now_s: float) -> None:
         self.parts.arrow.on_first_token(request, instance, now_s)
+        if self.parts.unite is not None:
+            self.parts.unite.on_first_token(request, now_s)
         self._forget_prefill(request)
 
     def on_token_interval(self, instance: InstanceView, interval_s: float, now_s: float) -> None:
@@ -411,7 +413,7 @@ class CombinedPolicy(Observer):
         if self.parts.in_place is not None:
             self.parts.in_place.on_answer(output_tokens)
         if self.parts.unite is not None:
-            self.parts.unite.meter.on_answer(output_tokens)
+            self.parts.unite.on_finish(request, output_tokens, now_s)
         self._forget_prefill(request)
         for part in self.parts.observers():
             part.on_finish(request, output_tokens, now_s)

@@ -42,7 +42,7 @@ def eight(**fields: object) -> FleetView:
 
 def see(policy: ColocationMode, view: FleetView, traffic: tuple[int, int]) -> None:
     prompt, answer = traffic
-    policy.note(request(prompt))
+    policy.note(request(prompt), 0.0)
     policy.meter.on_answer(answer)
 
 
@@ -116,11 +116,11 @@ def test_step_times_that_instances_have_measured_count() -> None:
 
 def test_what_a_prefix_cache_has_is_no_new_work() -> None:
     policy = unite()
-    policy.note(request(10_600, cached={3: 10_000, 4: 9000}))
+    policy.note(request(10_600, cached={3: 10_000, 4: 9000}), 0.0)
     traffic = policy.meter.traffic()
     assert (traffic.new_tokens, traffic.history_tokens) == (600, 10_000)
     assert traffic.attention == 600 * (600 + 2 * 10_000)
-    policy.note(request(100, cached={0: 100}))
+    policy.note(request(100, cached={0: 100}), 0.0)
     assert policy.meter.traffic().new_tokens == 1, "one token is always computed"
 
 
@@ -183,6 +183,70 @@ def test_a_constant_load_changes_the_form_at_most_once(prompt: int, answer: int,
 
 
 # -- which instances --------------------------------------------------------------------------------------------------
+
+
+# -- answers that are late --------------------------------------------------------------------------------------------
+
+LATE_S, IN_TIME_S = 0.030, 0.020  # between two tokens, at a target of 28 ms
+
+
+def serve(policy: ColocationMode, view: FleetView, now_s: float, *, late: float, rate_per_s: float = 10.0) -> None:
+    """Sixty requests, of which so large a share is late; one tick behind them."""
+    for number in range(60):
+        at_s = now_s + number / rate_per_s
+        ask = request(UNITED[0])
+        policy.note(ask, at_s)
+        policy.on_first_token(ask, at_s)
+        tokens = UNITED[1]
+        gap_s = LATE_S if number % 20 < 20 * late else IN_TIME_S
+        policy.on_finish(ask, tokens, at_s + (tokens - 1) * gap_s)
+    step(policy, view, now_s + 60 / rate_per_s)
+
+
+@pytest.mark.parametrize(
+    ("why", "mixes", "late", "rate_per_s", "expected"),
+    [
+        ("none is late", False, 0.0, 1.0, FleetMode.UNITED),
+        ("one of twenty: as many as a target leaves", False, 0.05, 1.0, FleetMode.UNITED),
+        ("one of five is late", False, 0.2, 1.0, FleetMode.ROLES),
+        ("mixed batches bound what a prefill stops", True, 0.2, 1.0, FleetMode.UNITED),
+        ("roles would not bear the rate", False, 0.2, 1000.0, FleetMode.UNITED),
+    ],
+)
+def test_late_answers_give_roles_where_prefills_stop_decodes(
+    why: str, mixes: bool, late: float, rate_per_s: float, expected: FleetMode
+) -> None:
+    policy, view = mode(GRAPHS, arrow(*TARGETS_S), mixes=mixes, memory=500, rest_s=10.0), eight()
+    serve(policy, view, 0.0, late=late, rate_per_s=rate_per_s)
+    assert policy.mode is expected, why
+
+
+def test_roles_after_late_answers_last_until_the_rate_is_half_of_what_it_was() -> None:
+    policy, view = mode(GRAPHS, arrow(*TARGETS_S), mixes=False, memory=50, rest_s=10.0), eight()
+    serve(policy, view, 0.0, late=0.2, rate_per_s=2.0)
+    assert policy.mode is FleetMode.ROLES
+    serve(policy, view, 100.0, late=0.0, rate_per_s=1.5)
+    assert policy.mode is FleetMode.ROLES, "in time because of them"
+    serve(policy, view, 200.0, late=0.0, rate_per_s=0.8)
+    assert policy.mode is FleetMode.UNITED
+
+
+@pytest.mark.parametrize(("late_share", "most"), [(0.025, 0.0), (0.05, 0.05), (0.1, 0.1)])
+def test_half_and_twice_the_share_allow_half_and_twice_as_many_late_answers(late_share: float, most: float) -> None:
+    for late in (0.0, 0.05, 0.1, 0.2):
+        policy, view = mode(GRAPHS, arrow(*TARGETS_S), mixes=False, memory=500, late_share=late_share), eight()
+        serve(policy, view, 0.0, late=late, rate_per_s=1.0)
+        assert (policy.mode is FleetMode.UNITED) is (late <= most), late
+
+
+def test_a_request_that_ended_without_a_second_token_says_nothing() -> None:
+    policy = mode(GRAPHS, arrow(*TARGETS_S), mixes=False, memory=500)
+    ask = request(100)
+    policy.on_finish(ask, 0, 1.0)
+    policy.on_first_token(ask, 1.0)
+    policy.on_finish(ask, 1, 100.0)
+    policy.on_finish(ask, 5, 200.0)
+    assert policy._late.share == 0.0
 
 
 def test_those_with_the_fewest_decodes_prefill_and_old_work_is_finished() -> None:
@@ -289,6 +353,7 @@ def test_the_combination_dispatches_by_cost_while_united_and_by_roles_otherwise(
         {"prior": 0},
         {"prior": 501},
         {"refresh": 0},
+        {"late_share": 0.0},
     ],
     ids=str,
 )
