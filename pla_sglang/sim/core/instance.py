@@ -426,9 +426,6 @@ class SimInstance:
             running = self.decoding.running
             self.measured.on_decode(len(running), running.context_tokens, self.decoding.segment.a)
         self._steps_due = max(0, self._steps_due - self.decoding.cut_at)
-        if self.measured is not None:
-            running = self.decoding.running
-            self.measured.on_decode(len(running), running.context_tokens, self.decoding.segment.a)
         self._finish_all(self.decoding.settle())
         self._after_boundary()
 
