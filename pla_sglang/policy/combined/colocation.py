@@ -138,7 +138,7 @@ class LateAnswers:
 
     @property
     def rate_per_s(self) -> float:
-        """Of recent requests; 0 of fewer than two."""
+        """Returns the mean rate of recent requests; 0 while fewer than two came."""
         arrivals_s = self._arrivals_s
         span_s = arrivals_s[-1] - arrivals_s[0] if arrivals_s else 0.0
         return (len(arrivals_s) - 1) / span_s if span_s > 0 else 0.0
