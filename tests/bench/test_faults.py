@@ -31,7 +31,6 @@ from bench.check.faults.bodies import (
 from bench.check.faults.client import GONE, FaultClient, Stream, describe_streams
 from bench.check.faults.fleet import Fleet, Kill, is_paired
 from bench.check.faults.table import FAULTS, Due, inject, judge, was_there
-from bench.harness.report import markdown
 from pla_sglang.sim import chain
 from pla_sglang.sim.chain.algebra import step
 from pla_sglang.sim.chain.oracle import asked_end, check_prompt, state_after
@@ -293,12 +292,7 @@ def test_nobody_answers() -> None:
 def test_rows_have_what_they_say() -> None:
     for row in FAULTS.values():
         assert bool(row.explains) == bool(row.count), row.name
-    page = (ROOT / "docs" / "benchmarks" / "check.md").read_text(encoding="utf-8")
-    header = ["fault", "bench", "when", "where", "what is done", "what must come back", "excused"]
-    rows = [
-        [f"`{row.name}`", row.benches, row.when, row.where, row.done, row.must, row.excused] for row in FAULTS.values()
-    ]
-    assert markdown(header, rows) in page, markdown(header, rows)
+        assert all((row.benches, row.when, row.where, row.done, row.must, row.excused)), row.name
 
 
 # -- the verdict -------------------------------------------------------------------------------------------------------
