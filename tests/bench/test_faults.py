@@ -6,7 +6,6 @@ import asyncio
 import json
 import random
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -37,7 +36,6 @@ from pla_sglang.sim.chain.oracle import asked_end, check_prompt, state_after
 from pla_sglang.sim.chain.spread import spread_logits
 from pla_sglang.sim.chain.vocab import EOS
 
-ROOT = Path(__file__).resolve().parents[2]
 DONE = b"data: [DONE]\n\n"
 
 
