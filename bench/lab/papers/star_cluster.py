@@ -34,6 +34,7 @@ from pla_sglang.policy.star.select import SelectKnobs
 from pla_sglang.profiles import StepProfile, load_profile
 from pla_sglang.sim.core.config import InstanceSpec
 from pla_sglang.sim.core.engine_knobs import EngineKnobs
+from pla_sglang.sim.core.host import HostKnobs
 from pla_sglang.sim.core.simulation import RunResult
 from pla_sglang.sim.metrics.goodput import Slo, quantile
 from pla_sglang.sim.workload import Arrivals, Trace, generated_trace, length_model
@@ -184,7 +185,7 @@ def run_case(case: StarCase) -> StarRun:
         config={
             "report_interval_s": 1.0,
             "sample_s": 1.0,
-            "overhead_s": PREDICTION_S / case.iterations if case.strategy == "prediction" else 0.0,
+            "host": HostKnobs(step_s=PREDICTION_S / case.iterations if case.strategy == "prediction" else 0.0),
             "output_limit_tokens": LIMIT_TOKENS,
             "ttft_slo_s": cluster.slo.ttft_s,
             "tpot_slo_s": cluster.slo.tpot_s,
