@@ -392,7 +392,15 @@ class RequestDispatcher:
         if waits and not verdict.admitted:
             self._drop(record, verdict)
             return True
-        note_choice(record, choice, runner.visible().ready, self.policy, excluded=excluded, own_prefill_s=own_s)
+        note_choice(
+            record,
+            choice,
+            runner.visible().ready,
+            clock,
+            predict_ttft_s=self.policy.predict_ttft_s,
+            excluded=excluded,
+            own_prefill_s=own_s,
+        )
         self._count_choice(record, choice, verdict, excluded)
         self._assign(record, choice, now_s)
         return True

@@ -16,17 +16,15 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pla_sglang.fleet.router.control.observability.move_gains import measure_moves
 from pla_sglang.fleet.router.control.requests.request_record import Attempt, Placement, RequestRecord
 from pla_sglang.fleet.router.control.workers.exclusions import Exclusion
+from pla_sglang.policy.common.device_clock import DeviceClock
 from pla_sglang.policy.common.length_errors import LengthPoint
-from pla_sglang.policy.interface.fleet import InstanceView
+from pla_sglang.policy.interface.fleet import InstanceView, RequestView
 from pla_sglang.policy.pairs import PREFILLS, Choice
-
-if TYPE_CHECKING:
-    from pla_sglang.fleet.router.control.policy_setup import LivePolicy
 
 SHOWN_CANDIDATES = 8
 FIRST_TRANSFER = "transfer_s has the set-up of the connection between these two instances; no prediction learns from it"
@@ -37,21 +35,22 @@ def note_choice(
     record: RequestRecord,
     choice: Choice,
     ready: Sequence[InstanceView],
-    policy: LivePolicy,
+    clock: DeviceClock,
     *,
+    predict_ttft_s: Callable[[RequestView, InstanceView], float] | None,
     excluded: Mapping[InstanceView, Exclusion],
     own_prefill_s: float | None,
 ) -> None:
     """What the policy chose, what it could have chosen, and what was kept from it. ``own_prefill_s`` and what views say
     is device time."""
-    view, cached, clock = record.view, record.view.cached, policy.clock
+    view, cached = record.view, record.view.cached
 
-    def predict_ttft_s(instance: InstanceView) -> float | None:
-        if policy.predict_ttft_s is None or instance.kind not in PREFILLS:
+    def predict_s(instance: InstanceView) -> float | None:
+        if predict_ttft_s is None or instance.kind not in PREFILLS:
             return None
         if instance is choice.prefill and choice.predicted_ttft_s is not None:
             return clock.wall_s(choice.predicted_ttft_s)
-        return clock.wall_s(policy.predict_ttft_s(view, instance))
+        return clock.wall_s(predict_ttft_s(view, instance))
 
     record.present.placement = Placement(
         choice,
@@ -61,7 +60,7 @@ def note_choice(
         clock.known_wall_s(choice.decode.token_interval_s),
         tuple(
             [
-                (one.name, one.queued_tokens, cached.get(one.index, 0), predict_ttft_s(one))
+                (one.name, one.queued_tokens, cached.get(one.index, 0), predict_s(one))
                 for one in ready[:SHOWN_CANDIDATES]
             ]
         ),
