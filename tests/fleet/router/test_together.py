@@ -43,7 +43,7 @@ QUIET = {
     "migration_failures_total",
     *("judged_migrations_total", "migration_expected_seconds_total", "migration_measured_seconds_total"),
     *("length_predictions_total", "length_error_tokens_total", "length_constant_error_tokens_total"),
-    "instance_failures_total",
+    *("instance_failures_total", "instance_refusals_total"),
     "aborts_total",
     "peer_lists_total",
     "cooling_down_requests",
