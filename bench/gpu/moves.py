@@ -14,7 +14,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,34 +24,19 @@ from bench.gpu.chats import make_server
 from bench.gpu.parts import write_result
 from bench.harness.latency import percentile
 from bench.harness.load_client import Client, Outcome, Request
-from bench.harness.servers import is_healthy, running_child, wait_until_paired, wait_until_ready
-from pla_sglang.fleet.cluster.ports import free_port
+from bench.harness.servers import Router, running_router, wait_until_paired
 from pla_sglang.testing.server import Server, fetch, running
 
 STREAMS = {"cuda": 48, "cpu": 8}
 PROMPT_TOKENS = {"cuda": (300, 6000), "cpu": (20, 200)}
 ANSWER_TOKENS = {"cuda": 400, "cpu": 300}
 APART_S = 0.7  # from one drain to the next
-ROUTER_START_S = 60.0
 FLAGS = (
     *("--pla-stateless", "--disaggregation-transfer-backend", "nixl", "--prefill-disagg", "temporal"),
     *("--enable-mixed-chunk", "--enable-metrics"),
 )
+ROUTER = Router("pla", "least-tokens", ("--migration", "on"))
 MOVES, FAILURES = "pla_router_migrations_total", "pla_router_migration_failures_total"
-
-
-@contextlib.contextmanager
-def running_router(servers: Sequence[Server], log: Path) -> Iterator[str]:
-    port = free_port()
-    url = f"http://127.0.0.1:{port}"
-    command = [sys.executable, "-m", "pla_sglang.launch_router", "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--policy", "least-tokens", "--migration", "on"]
-    for server in servers:
-        command += ["--worker", server.url]
-    with running_child(command, log, stop_s=10.0) as process:
-        wait_until_ready(process, lambda: is_healthy(url), log, name="the router", limit_s=ROUTER_START_S)
-        wait_until_paired(url)
-        yield url
 
 
 def make_requests(device: str, name: str) -> list[Request]:
@@ -116,12 +101,20 @@ def agree_behind_moves(moved: Sequence[Outcome], alone: Sequence[Outcome], url: 
     }
 
 
+def describe(server: Server, name: str) -> dict[str, Any]:
+    """As the state file of a cluster has it."""
+    return {"name": name, "kind": "stateless", "url": server.url, "bootstrap_port": server.bootstrap_port}
+
+
 def measure(model: str, device: str, out: str, flags: Sequence[str] = ()) -> None:
     result: dict[str, Any] = {"completed": False}
     sizes = ["--chunked-prefill-size", "2048" if device == "cuda" else "128", "--max-total-tokens"]
     sizes += ["400000" if device == "cuda" else "20000"]
     made = [make_server(model, device, *FLAGS, *sizes, *flags, stock=False) for _ in range(2)]
-    with running(*made) as servers, running_router(servers, Path(out).with_suffix(".router.log")) as url:
+    described = {"instances": [describe(server, f"engine-{number}") for number, server in enumerate(made)]}
+    log = Path(out).with_suffix(".router.log")
+    with running(*made) as servers, running_router(ROUTER, described, log) as url:
+        wait_until_paired(url)
         asyncio.run(run_streams(url, device, "warm", drain=False))
         runs = {}
         for name in ("alone", "moved", "again"):
