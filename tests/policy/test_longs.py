@@ -318,3 +318,17 @@ def test_who_does_not_fit_the_pass_whole_does_not_overtake() -> None:
     assert by_order.view is chunk
     assert aged is not None
     assert aged.view is chunk
+
+
+@pytest.mark.parametrize(("overhead_max", "pieces"), [(0.015, 4), (0.03, 6), (0.06, 10)])
+def test_half_and_twice_what_cutting_may_cost(overhead_max: float, pieces: int) -> None:
+    """24,000 tokens by the step times that an H200 had fitted, where many short prompts come: 3 pieces are the fewest.
+
+    From 0.03 on, half as much lets a short prompt wait 21 ms longer on average, and twice as much 17 ms shorter.
+    """
+    h200 = StepModel(g0_s=0.0061, gw_s=0.0, gr_s=4.5e-7, k0_s=0.0031, b_s=2.1e-5, a_s=3.2e-10, kr_s=1.9e-7)
+    knobs = LongKnobs(overhead_max=overhead_max)
+    view = long(0.0, 24_000)
+    got = chunk_tokens(view, long_prompts=1, passing_rate_per_s=1000.0, passing_tokens=200.0, model=h200, knobs=knobs)
+    assert got is not None
+    assert -(-24_000 // got) == pieces
