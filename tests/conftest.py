@@ -97,6 +97,16 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(f"{taken_s:7.1f} s  {file}")
 
 
+@pytest.fixture(autouse=True)
+def environment_as_before() -> Iterator[None]:
+    """What a test that starts a server in its own process leaves in the environment is not there for the next one."""
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
+
+
 @pytest.fixture(scope="session")
 def fork_parent() -> Iterator[ForkParent]:
     """A process that imports SGLang at the first use, and forks servers and commands that need it."""

@@ -46,10 +46,18 @@ def test_warnings_of_all_processes_are_in_the_file_that_is_named(tmp_path: Path)
     ] * 2
 
 
-def test_without_a_folder_they_stay_on_the_terminal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_parent", [False, True])
+def test_without_a_folder_they_stay_on_the_terminal(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, has_parent: bool
+) -> None:
+    """Also where the process that starts this one keeps its own in a file."""
+    parents = tmp_path / "parents.log"
+    parents.touch()
+    monkeypatch.setenv("SGLANG_PLA_WARNINGS_FILE", str(parents) if has_parent else "")
     folder = "import tempfile; tempfile.tempdir = '/does/not/exist'"
     broken = MAIN.replace("import multiprocessing", f"{folder}\nimport multiprocessing")
     monkeypatch.setitem(globals(), "MAIN", broken)
     said = run_main(tmp_path, tmp_path)
     assert "warnings stay here, as no file can be made for them" in said.stdout
     assert "UserWarning: of the parent" in said.stderr
+    assert parents.read_text() == ""

@@ -20,6 +20,7 @@ def keep_warnings() -> None:
     try:
         descriptor, path = tempfile.mkstemp(prefix="pla_sglang_warnings.", suffix=".log")
     except OSError as error:
+        os.environ.pop(VARIABLE, None)  # a file that this process's own parent keeps is no place for them either
         print(f"pla_sglang: Python's warnings stay here, as no file can be made for them: {error}", flush=True)
         return
     os.close(descriptor)
@@ -30,14 +31,13 @@ def keep_warnings() -> None:
 
 def follow_parent() -> None:
     """Without effect where the parent keeps none."""
-    path = os.environ.get(VARIABLE)
-    if not path or not os.path.isfile(path):
+    if not os.path.isfile(os.environ.get(VARIABLE, "")):
         return
     show = warnings.showwarning
 
     def write(message: Any, category: type[Warning], filename: str, lineno: int, *rest: Any, **more: Any) -> None:
         text = f"[{os.getpid()}] {warnings.formatwarning(message, category, filename, lineno)}"
-        with contextlib.suppress(OSError), open(path, "a", encoding="utf-8") as file:
+        with contextlib.suppress(OSError, KeyError), open(os.environ[VARIABLE], "a", encoding="utf-8") as file:
             file.write(text)
             return
         show(message, category, filename, lineno, *rest, **more)
