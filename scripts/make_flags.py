@@ -78,7 +78,7 @@ def _tell(declared: Declared) -> str:
         return f"{knob.name.removesuffix('-file')} from [a file or a variable](server.md#keys)"
     if isinstance(knob.allowed, PolicyName):
         return "where requests go"
-    if knob.name in LISTED and ("," in knob.help.partition(":")[2]):
+    if knob.name in LISTED and "," in knob.help:
         return LISTED[knob.name]
     return _cell(knob.help)
 
