@@ -25,7 +25,7 @@ from bench.lab.papers.points import write_points
 CLOSE = 0.1  # values whose ratio is nearer to 1 than this need no explanation
 NEAR = 0.25  # in the summary, a ratio is near 1 within this: papers print two digits of what they measured once
 MOST_FAIL = 0.5  # share of what holds and is near, below which a figure does not reproduce
-SHOWN_ALONE = 4  # values without a printed one; more of them are for the picture
+SHOWN_ALONE = 3  # values without a printed one; more of them are for the picture
 SHOWN_HELD = 6  # statements that hold; more of them are counted. What fails is always listed
 Picture = Callable[[], bytes]  # draws a PNG
 Record = Mapping[str, Any]  # a finding as JSON
