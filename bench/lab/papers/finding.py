@@ -167,7 +167,8 @@ def section(record: Record) -> str:
     """Of one figure: its picture, the table of paper against ours, what only we have, the claims."""
     picture = f"![{record['title']}](../results/papers/{record['name']}.png)"
     lines = [f"### {record['title']}", "", *_wrap(record["setting"] + "."), "", picture, ""]
-    lines += _compared([row for row in record["rows"] if row["paper"] is not None])
+    table, marks = _compared([row for row in record["rows"] if row["paper"] is not None])
+    lines += table
     alone: dict[str, list[str]] = {}  # by reason
     for row in record["rows"]:
         if row["paper"] is None:
@@ -176,7 +177,7 @@ def section(record: Record) -> str:
         shown = "; ".join(values)
         if len(values) > SHOWN_ALONE:
             shown = f"{len(values)} values, in `{record['name']}.json`"
-        lines += [*_wrap(f"Ours alone ({why.rstrip('.')}): {shown}."), ""]
+        lines += [*_wrap(f"Ours alone {marks.get(why, '(' + why.rstrip('.') + ')')}: {shown}."), ""]
     return "\n".join([*lines, *_judged(record)]).rstrip()
 
 
@@ -184,10 +185,10 @@ def _wrap(text: str) -> list[str]:
     return textwrap.wrap(text, 118)
 
 
-def _compared(rows: Sequence[Record]) -> list[str]:
-    """The values that the paper prints beside ours. Each reason stands once, below the table."""
+def _compared(rows: Sequence[Record]) -> tuple[list[str], dict[str, str]]:
+    """The values that the paper prints beside ours, with each reason once below the table; and the marks of these."""
     if not rows:
-        return []
+        return [], {}
     cells = [_cells(row) for row in rows]
     reasons = {reason: f"({at})" for at, reason in enumerate(dict.fromkeys(row[-1] for row in cells if row[-1]), 1)}
     header = ("quantity", "paper", "ours", "ratio", "why")
@@ -195,7 +196,7 @@ def _compared(rows: Sequence[Record]) -> list[str]:
     lines = [report.markdown(header, table, right=(1, 2, 3)), ""]
     if reasons:
         lines += [*_wrap(" ".join(f"{mark} {reason}" for reason, mark in reasons.items())), ""]
-    return lines
+    return lines, reasons
 
 
 def _judged(record: Record) -> list[str]:
