@@ -62,6 +62,22 @@ def test_what_takes_several_passes_overtakes_nothing_that_does() -> None:
     assert backlog.ahead_of(request(2_000), instance)[0] == 0
 
 
+@pytest.mark.parametrize(
+    ("chunk_max_tokens", "first", "behind"),
+    [(1024, 1000, 1200), (None, 4000, 5000), (4096, 4000, 5000), (8192, 8000, 9000), (100_000, 30_000, 33_000)],
+)
+def test_who_overtakes_follows_from_the_chunk_of_the_instance(
+    chunk_max_tokens: int | None, first: int, behind: int
+) -> None:
+    """Of two prompts one passes another of 40,000 tokens, and one is in a class with it; beside another instance."""
+    backlog, view = SizedBacklog(), fleet(mixed(chunk_max_tokens=77), mixed(chunk_max_tokens=chunk_max_tokens))
+    instance, other = view.instances[1], request(40_000, rid="other")
+    queue(instance, other)
+    backlog.add(other, instance)
+    assert backlog.ahead_of(request(first), instance)[0] == 0
+    assert backlog.ahead_of(request(behind), instance)[0] == 1
+
+
 def test_what_a_prefix_cache_has_makes_a_request_small() -> None:
     backlog, view = SizedBacklog(), fleet(mixed())
     [instance] = view.instances
