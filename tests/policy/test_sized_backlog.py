@@ -52,6 +52,19 @@ def test_shorts_are_one_size() -> None:
     assert backlog.ahead_of(request(3), instance)[0] == 1
 
 
+@pytest.mark.parametrize("smallest_tokens", [127, 255, 511])
+def test_half_and_twice_of_what_is_short(smallest_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request of 3 tokens waits for what is short, and for nothing longer."""
+    monkeypatch.setattr("pla_sglang.policy.combined.sized_backlog.SMALLEST_TOKENS", smallest_tokens)
+    for tokens, waits_for in ((smallest_tokens, 1), (smallest_tokens + 1, 0)):
+        backlog, view = SizedBacklog(), fleet(mixed())
+        [instance] = view.instances
+        other = request(tokens, rid="other")
+        queue(instance, other)
+        backlog.add(other, instance)
+        assert backlog.ahead_of(request(3), instance)[0] == waits_for
+
+
 def test_what_takes_several_passes_overtakes_nothing_that_does() -> None:
     backlog, view = SizedBacklog(), fleet(mixed())
     [instance] = view.instances

@@ -15,6 +15,8 @@ import dataclasses
 
 from pla_sglang.policy.interface.fleet import InstanceView, LoadAmounts, RequestView
 
+# What is shorter goes in one pass: its tokens take hardly more time than the pass itself. Half and twice as much moved
+# no share in target by more than 0.7 points (five named workloads, short spans; half on eleven, longer: 0.3).
 SMALLEST_TOKENS = 255
 CHUNK_TOKENS = 4096  # that of the recommended form, for instances that do not say theirs
 
