@@ -25,8 +25,9 @@ from pla_sglang.policy.interface.decisions import (
 
 SET_ROLE = "set_role"
 # 1: without the epochs of roles; 2: without running requests; 3: without moves; 4: without step times and caches;
-# 5: without the ends of requests, states of workers, a planner's looks, the time of day and the engines.
-VERSION = 6
+# 5: without the ends of requests, states of workers, a planner's looks, the time of day and the engines; 6: without the
+# chunks of instances.
+VERSION = 7
 
 
 class RecordError(PlaError, ValueError):

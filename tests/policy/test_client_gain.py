@@ -98,6 +98,32 @@ def test_an_answer_of_unknown_length_is_like_recent_ones(answers: list[int], res
     assert found.tolist() == [pytest.approx(rest), 7.0]
 
 
+def gain_lost(answers: int, monkeypatch: pytest.MonkeyPatch) -> float:
+    """By decisions with the rest that so many recent log-normal answers say: a share of what the true mean rest gains.
+
+    Pauses are worth up to twice that rest.
+    """
+    monkeypatch.setattr("pla_sglang.policy.common.client_gain.ANSWERS", answers)
+    rng, true_rest, lost, most = np.random.default_rng(1), 100 * math.exp(1.5), 0.0, 0.0
+    for lengths in rng.lognormal(math.log(200), 1.0, (5, 4000)).tolist():
+        gain = ClientGain(KNOBS, LinearSteps())
+        for number, tokens in enumerate(lengths):
+            gain.note_answer(round(tokens))
+            if number >= 1500:
+                pause = rng.uniform(0, 2 * true_rest)
+                moves = float(gain.fill_unknown(np.array([math.nan]), unknown_tokens=100_000)[0]) > pause
+                most += max(0.0, true_rest - pause)
+                lost += max(0.0, true_rest - pause) - (true_rest - pause) * moves
+    return lost / most
+
+
+def test_half_and_twice_as_many_answers_lose_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    lost = {answers: gain_lost(answers, monkeypatch) for answers in (5, 250, 500, 1000)}
+    assert lost[1000] < lost[500] < lost[250] < 0.06
+    assert lost[500] < 0.03
+    assert lost[5] > 0.15, "that there are many does count"
+
+
 def test_star_moves_no_short_answers() -> None:
     """The rest is unknown; a pause of 0.5 s pays for a thousand tokens and not for five."""
     made = star(ClientGain(dataclasses.replace(KNOBS, base_s=0.5), LinearSteps()))

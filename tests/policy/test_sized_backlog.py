@@ -52,6 +52,19 @@ def test_shorts_are_one_size() -> None:
     assert backlog.ahead_of(request(3), instance)[0] == 1
 
 
+@pytest.mark.parametrize("smallest_tokens", [127, 255, 511])
+def test_half_and_twice_of_what_is_short(smallest_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request of 3 tokens waits for what is short, and for nothing longer."""
+    monkeypatch.setattr("pla_sglang.policy.combined.sized_backlog.SMALLEST_TOKENS", smallest_tokens)
+    for tokens, waits_for in ((smallest_tokens, 1), (smallest_tokens + 1, 0)):
+        backlog, view = SizedBacklog(), fleet(mixed())
+        [instance] = view.instances
+        other = request(tokens, rid="other")
+        queue(instance, other)
+        backlog.add(other, instance)
+        assert backlog.ahead_of(request(3), instance)[0] == waits_for
+
+
 def test_what_takes_several_passes_overtakes_nothing_that_does() -> None:
     backlog, view = SizedBacklog(), fleet(mixed())
     [instance] = view.instances
@@ -60,6 +73,22 @@ def test_what_takes_several_passes_overtakes_nothing_that_does() -> None:
     backlog.add(other, instance)
     assert backlog.ahead_of(request(5_000), instance)[0] == 1
     assert backlog.ahead_of(request(2_000), instance)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("chunk_max_tokens", "first", "behind"),
+    [(1024, 1000, 1200), (None, 4000, 5000), (4096, 4000, 5000), (8192, 8000, 9000), (100_000, 30_000, 33_000)],
+)
+def test_who_overtakes_follows_from_the_chunk_of_the_instance(
+    chunk_max_tokens: int | None, first: int, behind: int
+) -> None:
+    """Of two prompts one passes another of 40,000 tokens, and one is in a class with it; beside another instance."""
+    backlog, view = SizedBacklog(), fleet(mixed(chunk_max_tokens=77), mixed(chunk_max_tokens=chunk_max_tokens))
+    instance, other = view.instances[1], request(40_000, rid="other")
+    queue(instance, other)
+    backlog.add(other, instance)
+    assert backlog.ahead_of(request(first), instance)[0] == 0
+    assert backlog.ahead_of(request(behind), instance)[0] == 1
 
 
 def test_what_a_prefix_cache_has_makes_a_request_small() -> None:

@@ -61,7 +61,10 @@ class ColocationKnobs:
         require_order("unite prior", self.prior, "memory", self.memory)
 
 
-PROOF = 50  # answers until which a share of late ones counts less than it is
+# Answers until which a share of late ones counts less than it is. Where 2 % are late no roles are needed. 7 % of such
+# fleets get them by accident within 500 answers; with half of it 17 %, with twice as much 1 %. Where 20 % are late they
+# come after 14 answers; else after 9 and 29. If the first ones are all late, three are enough; else two and six.
+PROOF = 50
 SHORT_ANSWERS = 0.1  # quantile of recent answers that counts as a short one
 USUAL = Traffic(
     new_tokens=1024.0,

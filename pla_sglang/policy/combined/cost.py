@@ -73,12 +73,15 @@ class InstanceCost:
         self._arrow = arrow
         self._steps = steps
         self._eviction = eviction
+        self._chosen_for: RequestView | None = None
+        self._predicted_s: dict[int, float] = {}  # TTFT of that request, by instance, as its choice saw it
 
     def choose(self, request: RequestView, fleet: FleetView, now_s: float, answer_tokens: float) -> InstanceView | None:
         """The MIXED instance with the least cost, of equals the one whose cache holds least; None without any.
 
         ``answer_tokens``: of a typical answer.
         """
+        self._chosen_for, self._predicted_s = request, {}
         best, best_cost, best_held = None, math.inf, math.inf
         members = fleet.by_role[Role.MIXED]
         for instance in members if len(members) <= COMPARED else self._find_likely(request, members):
@@ -129,7 +132,9 @@ class InstanceCost:
         return lost / knobs.decode_weight * self._spare_s(self._alone_s(0, instance))
 
     def predict_ttft_s(self, request: RequestView, instance: InstanceView) -> float:
-        """From now until the first token."""
+        """From now until the first token; of the request that was chosen for last, from its choice."""
+        if request is self._chosen_for and (known_s := self._predicted_s.get(instance.index)) is not None:
+            return known_s
         wait_s = self._wait_s(instance, self._ahead_of(request, instance))
         return wait_s + self._arrow.predictor.own_s(request, instance)
 
@@ -144,7 +149,9 @@ class InstanceCost:
         ahead = self._ahead_of(request, instance)
         step_s = self._step_with_s(request, instance, ahead)
         room_s = self._room_s(new_tokens, instance, ahead, answer_tokens * step_s)
-        first_s = self._wait_s(instance, ahead) + own_s + room_s
+        ttft_s = self._wait_s(instance, ahead) + own_s
+        self._predicted_s[instance.index] = ttft_s
+        first_s = ttft_s + room_s
         first_s += knobs.work_weight * work_s + (1 + knobs.work_weight) * loss_s
         alone_s = self._alone_s(request.input_tokens, instance)
         return first_s / targets.ttft_slo_s + knobs.decode_weight * (step_s - alone_s) / self._spare_s(alone_s)

@@ -32,7 +32,11 @@ from pla_sglang.policy.interface.fleet import DecodeBatch
 from pla_sglang.policy.interface.step_times import StepTimes
 
 Floats = npt.NDArray[np.float64]
-ANSWERS = 500  # recent ones that an answer of unknown length is taken to be like
+# Recent answers that one of unknown length is taken to be like. Of log-normal lengths, whose logarithms have deviation
+# 1, so many say ``remaining`` within 18 %, half as many within 26 %, twice as many within 11 %. That decides otherwise
+# only where a move gains about as much as it costs. It loses 2 % of what the exact mean would gain; half as many lose
+# 4 %, twice as many 1 %. But fewer know sooner that traffic has changed.
+ANSWERS = 500
 
 
 @dataclasses.dataclass(frozen=True)

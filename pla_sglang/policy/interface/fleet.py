@@ -104,6 +104,7 @@ class InstanceView(LoadAmounts):
         utilisation: busy share of a recent window, in [0, 1].
         prefill_age_s: how long the oldest unfinished prefill has waited; 0 without one.
         tensor_parallel: GPUs of the instance.
+        chunk_max_tokens: its largest chunk: a prompt with more new tokens takes several passes. None: it does not say.
         profile: name of its step profile; instances of one profile share a predictor.
         steps: its step times, where they are known to be others than those that the policy was made with; None: those.
             Another object where they have changed.
@@ -129,6 +130,7 @@ class InstanceView(LoadAmounts):
     utilisation: float = 0.0
     prefill_age_s: float = 0.0
     tensor_parallel: int = 1
+    chunk_max_tokens: int | None = None
     profile: str = ""
     steps: StepTimes | None = None
     since_s: float = float("-inf")

@@ -86,6 +86,7 @@ class Fleet:
             length_class=spec.length_class,
             kv_capacity_tokens=spec.capacity_tokens,
             tensor_parallel=spec.gpus,
+            chunk_max_tokens=self._config.engine.chunk_tokens,
             profile=spec.profile.name,
             since_s=self._kernel.now_s,
         )

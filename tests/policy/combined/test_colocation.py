@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import statistics
 
 import pytest
 from hypothesis import given, settings
@@ -17,7 +18,7 @@ from support.combined import arrow, combined, cost, mode
 from support.fleets import apply, decode, fleet, mixed, prefill, request
 
 from pla_sglang.common.errors import ConfigError
-from pla_sglang.policy.combined.colocation import ColocationKnobs, ColocationMode, FleetMode, TrafficMeter
+from pla_sglang.policy.combined.colocation import ColocationKnobs, ColocationMode, FleetMode, LateAnswers, TrafficMeter
 from pla_sglang.policy.combined.forms import FleetShape, disaggregated_rps
 from pla_sglang.policy.interface.decisions import SetRole
 from pla_sglang.policy.interface.fleet import FleetView, InstanceKind, InstanceView, Role
@@ -237,6 +238,31 @@ def test_half_and_twice_the_share_allow_half_and_twice_as_many_late_answers(late
         policy, view = mode(GRAPHS, arrow(*TARGETS_S), mixes=False, memory=500, late_share=late_share), eight()
         serve(policy, view, 0.0, late=late, rate_per_s=1.0)
         assert (policy.mode is FleetMode.UNITED) is (late <= most), late
+
+
+def answers_until_roles(late: float, seed: int) -> int:
+    """How many end, of which this share is late, until more than 5 % seem to be; 500 where that never comes."""
+    rng, answers = random.Random(seed), LateAnswers(memory=500)
+    for number in range(1, 500):
+        answers.on_first_token("r", 0.0)
+        answers.on_finish("r", 2, 1.0, 2.0 if rng.random() < late else 0.5)
+        if answers.share > 0.05:
+            return number
+    return 500
+
+
+@pytest.mark.parametrize(
+    ("proof", "accidents", "usual", "least"), [(25, 0.17, 9, 2), (50, 0.07, 14, 3), (100, 0.01, 29, 6)]
+)
+def test_half_and_twice_the_proof_of_late_answers(
+    proof: int, accidents: float, usual: int, least: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More of it gives roles later where they are needed, and less often where they are not."""
+    monkeypatch.setattr("pla_sglang.policy.combined.colocation.PROOF", proof)
+    harmless = [answers_until_roles(0.02, seed) < 500 for seed in range(400)]
+    assert sum(harmless) / 400 == pytest.approx(accidents, abs=0.02)
+    assert statistics.median(answers_until_roles(0.2, seed) for seed in range(200)) == pytest.approx(usual, abs=1)
+    assert answers_until_roles(1.0, 0) == least
 
 
 def test_a_request_that_ended_without_a_second_token_says_nothing() -> None:

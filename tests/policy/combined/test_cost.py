@@ -241,6 +241,15 @@ def test_predicted_first_tokens_count_neither_weights_nor_room() -> None:
     assert part.predict_ttft_s(request(100), one) == pytest.approx(0.310 + 0.110)
 
 
+def test_what_a_choice_has_predicted_is_not_worked_out_again() -> None:
+    """For its own request, whatever the instances get meanwhile."""
+    part, ask, view = cost(), request(100), fleet(mixed(queued_tokens=300), mixed())
+    assert choose(part, ask, view) == "i1"
+    view.instances[1].queued_tokens, view.instances[1].queued_prefills = 100, 1
+    assert [part.predict_ttft_s(ask, one) for one in view.instances] == pytest.approx([0.310 + 0.110, 0.110])
+    assert part.predict_ttft_s(request(100), view.instances[1]) == pytest.approx(0.110 + 0.110)
+
+
 def test_the_answer_says_what_was_predicted() -> None:
     over = arrow()
     policy = combined(cost(over), over)

@@ -180,6 +180,21 @@ def test_a_model_without_a_name(lines: list[str]) -> None:
     assert lines[-1].endswith("ready: unified, model without a name, 431,316 KV tokens")
 
 
+@pytest.mark.parametrize(
+    ("small_first", "chunk_max_tokens", "said"),
+    [(True, None, "; it does not say its chunk, 4,096 tokens are assumed"), (True, 1024, ""), (False, None, "")],
+)
+def test_what_is_assumed_of_a_worker_is_said(
+    small_first: bool, chunk_max_tokens: int | None, said: str, lines: list[str]
+) -> None:
+    """Only where the choice of an instance depends on it."""
+    watched = Watched()
+    description = dataclasses.replace(UNIFIED, small_first=small_first, chunk_max_tokens=chunk_max_tokens)
+    watched.table.describe(watched.worker, description, 0.0)
+    watched.health.on_probe(watched.worker, ProbeResult.OK, 0.0)
+    assert lines[-1].endswith(f"431,316 KV tokens{said}")
+
+
 def test_lines_are_of_states_that_can_be_reached() -> None:
     reachable = {WorkerState.STARTING, *(state for states in LEGAL.values() for state in states)}
     assert {state for state, _ in LINES} == reachable

@@ -61,6 +61,25 @@ def test_an_instance_says_whether_its_decodes_ride(
 
 
 @pytest.mark.parametrize(
+    ("flags", "config", "chunk_max_tokens"),
+    [
+        ({}, {}, None),
+        ({"chunked_prefill_size": 1024}, {}, 1024),
+        ({"chunked_prefill_size": 1024}, {"long_chunk_tokens": 512}, 512),
+        ({"chunked_prefill_size": 1024}, {"long_chunk_tokens": 2048}, 1024),
+        ({"chunked_prefill_size": 1024}, {"long_chunk_tokens": None}, 1024),
+        ({"chunked_prefill_size": -1}, {}, 50_000),  # not cut, and so whole in a pass if it fits
+        ({"chunked_prefill_size": -1}, {"long_chunk_tokens": 512}, 512),
+    ],
+)
+def test_an_instance_says_its_largest_chunk(
+    flags: dict[str, object], config: dict[str, object], chunk_max_tokens: int | None
+) -> None:
+    said = describe({**INFO, **flags, "internal_states": [{"pla": {"config": config}}]})
+    assert said.chunk_max_tokens == chunk_max_tokens
+
+
+@pytest.mark.parametrize(
     ("mode", "small_first"), [("off", False), ("temporal", True), ("spatial", True), ("dopd", False)]
 )
 def test_an_instance_says_whether_it_runs_small_prefills_first(mode: str, small_first: bool) -> None:

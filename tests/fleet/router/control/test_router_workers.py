@@ -52,6 +52,11 @@ def test_an_instance_that_starts_is_looked_at_more_often() -> None:
     assert (quick.check_interval_s(worker), quick.check_interval_s(starting)) == (0.05, 0.05)
 
 
+def test_each_worker_has_its_own_chunk() -> None:
+    _, _, workers = make(UNIFIED, dataclasses.replace(UNIFIED, chunk_max_tokens=1024))
+    assert [worker.view.chunk_max_tokens for worker in workers] == [None, 1024]
+
+
 def test_polls_do_not_show_the_legs_of_a_stateless_instance() -> None:
     stateless = dataclasses.replace(UNIFIED, kind=InstanceKind.STATELESS, bootstrap_port=9, incarnation="a")
     _, health, workers = make(UNIFIED, stateless)

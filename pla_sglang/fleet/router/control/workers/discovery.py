@@ -88,6 +88,7 @@ class Description:
         profile, time_scale: of an emulated device; empty and 1 on real ones.
         tokenizer: path or name.
         chunk_tokens: of its prompts in one pass at most; None: it does not cut them.
+        chunk_max_tokens: as in ``InstanceView``.
         riding_tokens, small_first: as in ``Setup``.
         hops: a stateless instance whose streams can carry their token ids, and that goes on with those of others.
         says_ending: it has ``/pla/ending``.
@@ -119,6 +120,7 @@ class Description:
     profile: str = ""
     time_scale: float = 1.0
     chunk_tokens: int | None = None
+    chunk_max_tokens: int | None = None
     riding_tokens: int | None = None
     small_first: bool = False
     hops: bool = False
@@ -166,6 +168,7 @@ def describe(info: Mapping[str, Any], model: Mapping[str, Any] | None = None) ->
             time_scale=float(emulation.get("time_scale") or 1.0),
             hops=bool(stateless.get("hops")),
             chunk_tokens=_chunk_tokens(info),
+            chunk_max_tokens=_chunk_max_tokens(info, config),
             riding_tokens=_riding_tokens(info, temporal=config.get("prefill_disagg") in ("temporal", DOPD)),
             small_first=config.get("prefill_disagg") in SMALL_FIRST,
             says_ending=bool(stateless) or bool(config),
@@ -198,6 +201,14 @@ def _engine(info: Mapping[str, Any], config: Mapping[str, Any]) -> RecordedEngin
 def _chunk_tokens(info: Mapping[str, Any]) -> int | None:
     tokens = int(info.get("chunked_prefill_size") or 0)
     return tokens if tokens > 0 else None
+
+
+def _chunk_max_tokens(info: Mapping[str, Any], config: Mapping[str, Any]) -> int | None:
+    """What cuts no prompts has them whole in a pass, as long as they fit."""
+    if info.get("chunked_prefill_size") is None:
+        return None
+    limits = _chunk_tokens(info), _positive(config.get("long_chunk_tokens"))
+    return min([tokens for tokens in limits if tokens], default=int(info["max_total_num_tokens"]))
 
 
 def _generates(info: Mapping[str, Any], model: Mapping[str, Any]) -> bool | None:

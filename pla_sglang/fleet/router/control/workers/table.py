@@ -338,6 +338,7 @@ class WorkerTable:
             self.least_context_tokens = min(self.least_context_tokens, description.most_input_tokens)
         view = worker.view
         view.kind, view.kv_capacity_tokens = description.kind, description.kv_capacity_tokens
+        view.chunk_max_tokens = description.chunk_max_tokens
         view.tensor_parallel, view.profile = description.tensor_parallel, ""  # one predictor curve for all
         role = _ROLES.get(description.kind)
         view.fixed_role = role is not None

@@ -16,6 +16,7 @@ from pla_sglang.fleet.router.control.workers.table import (
     WorkerState,
     WorkerTable,
 )
+from pla_sglang.policy.combined.sized_backlog import CHUNK_TOKENS
 from pla_sglang.policy.interface.fleet import InstanceKind
 
 logger = logging.getLogger(__name__)
@@ -222,7 +223,10 @@ def _introduce(worker: Worker) -> str:
     said = worker.description
     assert said is not None, "a worker that is ready has described itself"
     model = said.model.rstrip("/").rpartition("/")[2] or "model without a name"
-    return f"ready: {said.kind.value}, {model}, {said.kv_capacity_tokens:,} KV tokens"
+    text = f"ready: {said.kind.value}, {model}, {said.kv_capacity_tokens:,} KV tokens"
+    if said.small_first and said.chunk_max_tokens is None:
+        return f"{text}; it does not say its chunk, {CHUNK_TOKENS:,} tokens are assumed"
+    return text
 
 
 def _name_workers(numbers: Iterable[int]) -> str:
