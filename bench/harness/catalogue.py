@@ -35,6 +35,7 @@ _ALL = (
     Bench("compare.replay", "the trace", "server, trace"),
     Bench("compare.spatial", "2 h", "engines, sglang_router"),
     Bench("cost.cluster_start", "3 min", "engines"),
+    Bench("cost.limits_cost", "3 min", "nothing"),
     Bench("cost.padding", "10 s", "nothing"),
     Bench("cost.router_cost.bench", "6 min", "sglang_router"),
     Bench("cost.sched_pass", "1 min", "nothing"),
