@@ -150,10 +150,14 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError("--pairs must be at least 1 and --turn-s above 0")
     if options.quick:
         options.pairs = 2
-    by_kind = {kind: sum_up(pairs) for kind, pairs in measure_pairs(options).items()}
+    by_kind = {kind: sum_up(pairs) for kind, pairs in measure_pairs(options).items() if pairs}
+    if len(by_kind) < len(KINDS):
+        raise BenchError("no pair of turns was measured")
     result = {
         "bench": "limits_cost",
         "by_kind": by_kind,
+        "stream_cpu_ratio": by_kind[STREAM]["ratio"],
+        "request_cpu_ratio": by_kind[REQUEST]["ratio"],
         "goals_missed": [kind for kind, row in by_kind.items() if row["ratio"] > MOST_RATIO[LIMITS]],
         **{name: getattr(options, name) for name in ("pairs", "turn_s", "seed")},
         **environment(),
