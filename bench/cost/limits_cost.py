@@ -91,12 +91,10 @@ def find_bounds(values: Sequence[float]) -> tuple[float, float]:
     the least and the greatest.
     """
     ordered, count = sorted(values), len(values)
-    outside, below = (1 - CONFIDENCE) / 2, 0.0
-    for rank in range(count // 2 + 1):
-        below += math.comb(count, rank) / 2**count
-        if below > outside:
-            return ordered[rank], ordered[-1 - rank]
-    return ordered[0], ordered[-1]
+    below, rank = 2.0**-count, 0  # the chance that at most ``rank`` values are
+    while (below := below + math.comb(count, rank + 1) / 2**count) <= (1 - CONFIDENCE) / 2:
+        rank += 1
+    return ordered[rank], ordered[-1 - rank]
 
 
 def sum_up(pairs: Sequence[tuple[float, float]]) -> Row:

@@ -64,8 +64,8 @@ def list_conditions() -> list[Row]:
 
 def split_alternatives(expression: str) -> list[str]:
     """What the outermost ``or`` joins; it binds weakest."""
-    parts, depth = [[""]], 0
-    for word in re.split(r"([()]|\bor\b)", expression):
+    parts, depth = list[list[str]]([[]]), 0
+    for word in re.split(r'("[^"]*"|[()]|\bor\b)', expression):
         depth += (word == "(") - (word == ")")
         if word == "or" and depth == 0:
             parts.append([])

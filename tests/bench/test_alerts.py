@@ -82,7 +82,7 @@ def test_spans_and_windows() -> None:
 
 
 def test_conditions_are_what_the_outermost_or_joins() -> None:
-    assert split_alternatives('a{b="or"} > 1') == ['a{b="or"} > 1']
+    assert split_alternatives('a{b="x or (y"} > 1') == ['a{b="x or (y"} > 1']
     assert split_alternatives("(a or b) > 1\n  or (c and d)\nor absent(order)") == [
         "(a or b) > 1",
         "(c and d)",
