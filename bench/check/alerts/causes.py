@@ -34,7 +34,7 @@ MISSTATED = {"x-answer-tokens": "20000"}
 STILL_S, MOVING_S = 1.5, 0.3  # of a server that stutters
 DRAINED_S = 2.0  # of one instance after the other: its streams have moved, or not
 CROWD = 25  # requests at once
-FEW = 10  # one request in so many
+FEW = 8  # one request in so many
 POLL_S = 0.2
 
 
