@@ -328,13 +328,3 @@ def test_the_examples_of_the_page_are_the_runs_that_were_kept(path: Path) -> Non
         else:
             assert row.instances == (5 if row.prefills else 4), row.name
         assert (row.attainment or 0) >= 0.99 > (row.one_fewer or 0)
-
-
-def test_the_worked_example_of_the_guide_is_the_run_that_was_kept() -> None:
-    plan = json.loads((RESULTS / "simulated/worked_example.json").read_text())["plan"]
-    page = (RESULTS.parents[1] / "docs/guide/planning.md").read_text()
-    for fields in plan["rows"]:
-        error = fields.pop("measured_error")
-        row = FleetRow(**fields, measured_error=MeasuredError(**error) if error else None)
-        cells = cells_of(row, plan["rate_per_s"], plan["output_tokens_per_s"], plan["gpu_hour_price"])
-        assert f"| `{row.name}` | {' | '.join([*cells[:2], *cells[5:]])} |" in page
