@@ -6,7 +6,7 @@ from bench.harness.bench import Bench
 
 _ALL = (
     Bench("check.abort_storm", "2 min", "engines"),
-    Bench("check.alerts.bench", "4 min", "engines, Prometheus", results="emulated"),
+    Bench("check.alerts.bench", "7 min", "engines, Prometheus", results="emulated"),
     Bench("check.chaos.bench", "16 min", "engines"),
     Bench("check.consistency", "seconds", "nothing"),
     Bench("check.emulation", "6 min", "engines", results="emulated"),

@@ -319,7 +319,7 @@ PAGES = {"alerts": page}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--instances", type=int, default=3, help="engines, at least 2")
-    parser.add_argument("--rate", type=float, default=2.0, help="requests/s")
+    parser.add_argument("--rate", type=float, default=1.0, help="requests/s")
     parser.add_argument("--factor", type=float, default=60.0, help="by which spans of the rules are shortened")
     parser.add_argument("--kv-failures", type=float, default=0.5, help="share of KV transfers that fail")
     parser.add_argument("--policy", default="combined")
