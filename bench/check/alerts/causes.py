@@ -70,7 +70,8 @@ class Load:
             tokens = self._rng.randint(*ANSWER_TOKENS)
             prompt = chain.prompt_of(self._rng.randint(*PROMPT_TOKENS), tokens, self._rng)
             self._sent += 1
-            headers = {"x-answer-tokens": str(tokens)} | ({} if self._sent % self.one_in else self.headers)
+            further = {} if self._sent % self.one_in else self.headers
+            headers = {"x-answer-tokens": str(tokens), **further}
             task = asyncio.create_task(send_request(self._url, prompt, tokens, headers))
             self._open.add(task)
             task.add_done_callback(self._open.discard)
