@@ -76,7 +76,7 @@ class DoctorConfig:
     host_wheel: Path | None = knob(
         None,
         "--host-wheel FILE",
-        "only this: which functions that we enter a wheel of SGLang, or a folder where one is unpacked, has otherwise",
+        "only this: what a wheel of SGLang, or a folder with one, has otherwise",
     )
 
     def __post_init__(self) -> None:

@@ -119,13 +119,13 @@ class LaunchConfig:
     drain_s: float = knob(
         60.0,
         "--drain-s",
-        "a stateless instance that is restarted behind --migration on has to hand its requests over; 0: ends at once",
+        "for a stateless instance that is restarted behind --migration on to hand its requests over",
         allowed=Range(0, unit="s"),
     )
     most_instances: int = knob(
         MOST_INSTANCES,
         "--most-instances",
-        "together, where some are added: with so many none is; the start is not bound by it",
+        "together, where some are added; the start is not bound by it",
         allowed=Range(1, len(KINDS) * MAX_INSTANCES),
     )
     quiet: bool = knob(False, "--quiet", "show the cluster's own lines only")

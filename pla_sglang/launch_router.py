@@ -52,8 +52,7 @@ class RouterConfig:
     standby: bool = knob(
         False,
         "--standby",
-        "a second control process, which takes over within 2 s when the first one ends or stands still; needs "
-        "--relay-workers",
+        "a second control process, which takes over within 2 s; needs --relay-workers",
     )
     relay: RelayConfig = dataclasses.field(default_factory=RelayConfig)
     control: ControlKnobs = dataclasses.field(default_factory=ControlKnobs)

@@ -15,7 +15,7 @@ from pla_sglang.common.cli import flags_of, typed
 from pla_sglang.doctor import DoctorConfig
 from pla_sglang.launch_cluster import LaunchConfig
 from pla_sglang.launch_router import RouterConfig
-from pla_sglang.plugin.config import PlaConfig, ServerKeys
+from pla_sglang.plugin.config import PlaConfig
 from pla_sglang.policy_packages import PolicyName
 from pla_sglang.predictor.__main__ import EvaluateConfig, TrainConfig
 from pla_sglang.predictor.collect import CollectConfig
@@ -45,7 +45,8 @@ INTRODUCTION = """\
 Every flag of our [commands](server.md#commands), made from their configurations by `scripts/make_flags.py`.
 Values are in the unit that is typed. Each may stand in a file of `--config` (of the cluster: `--cluster-config`),
 without its dashes; `--print-config` prints such a file. "needed": there is no default. Wide
-bounds are not shown; a value beyond them is refused with what is allowed.
+bounds are not shown; a value beyond them is refused with what is allowed. Each flag of a key, such as `--api-key`, has
+one that ends in `-file` beside it: [keys](server.md#keys).
 """
 
 
@@ -61,10 +62,10 @@ def render() -> str:
 def _table_lines(config: type) -> Iterator[str]:
     yield "| flag | default; allowed | what |"
     yield "| --- | --- | --- |"
-    # SGLang has the flags of a server's keys itself.
-    key_files = [one for one in flags_of(ServerKeys) if not one.knob.secret] if config is PlaConfig else []
-    for declared in (*flags_of(config), *key_files):
+    for declared in flags_of(config):
         knob = declared.knob
+        if knob.name.endswith("-file") and knob.name.removesuffix("-file") in knob.help:
+            continue  # of a key: the introduction tells of all
         if knob.heading:
             yield f"| **{_cell(knob.heading)}** | | |"
         values = "; ".join(filter(None, (_default(declared), _allowed(declared))))
@@ -74,11 +75,9 @@ def _table_lines(config: type) -> Iterator[str]:
 def _tell(declared: Declared) -> str:
     """The help, but of lists that stand elsewhere a link."""
     knob = declared.knob
-    if knob.name.endswith("-file") and knob.name.removesuffix("-file") in knob.help:
-        return f"{knob.name.removesuffix('-file')} from [a file or a variable](server.md#keys)"
     if isinstance(knob.allowed, PolicyName):
         return "where requests go"
-    if knob.name in LISTED and ("," in knob.help.partition(":")[2]):
+    if knob.name in LISTED and "," in knob.help:
         return LISTED[knob.name]
     return _cell(knob.help)
 

@@ -22,9 +22,6 @@ settings.register_profile("dev", deadline=None)
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 
-# Folders whose tests drive real processes or sockets beside those marked e2e.
-LIVE_FOLDERS = {"bench", "fleet/cluster", "fleet/router", "load"}
-
 # They measure time, or something has to happen while something else is under way: a kill, a role switch, a client that
 # goes. All others only wait for what they need, and compare answers; two of their files may run at once.
 ALONE = {
@@ -63,12 +60,10 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """A test of real processes that fails runs once more: a shared machine may stand still for a moment.
+    """Tests that meet SGLang are marked as such, by what their module imports.
 
-    What failed at first is listed at the end of the run as RERUN. Tests of pure code get no second run.
-
-    Tests that meet SGLang are marked as such, by what their module imports. Those of real servers come last; on several
-    processes first, as their files take longest, and all processes should end at about the same time.
+    Those of real servers come last; on several processes first, as their files take longest, and all processes should
+    end at about the same time.
     """
     left_out = [item for item in items if is_left_out(item.path, config)]  # named on the command line
     config.hook.pytest_deselected(items=left_out)
@@ -77,10 +72,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         key=lambda item: item.get_closest_marker("e2e") is not None, reverse=config.getoption("--part") == "beside"
     )
     for item in items:
-        folders = {str(folder) for folder in item.path.relative_to(TESTS).parents}
         is_e2e = item.get_closest_marker("e2e") is not None
-        if folders & LIVE_FOLDERS or is_e2e:
-            item.add_marker(pytest.mark.flaky(reruns=1))
         if item.path.stem in HOST_E2E if is_e2e else item.path in modules_that_meet_the_host():
             item.add_marker(pytest.mark.host)
 

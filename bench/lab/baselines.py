@@ -156,6 +156,21 @@ def table(rows: Sequence[Row]) -> report.Cells:
     return [*header, "TTFT p50, s", "p99", "TPOT p50, ms", "p99", "host in the way", "valid"], cells
 
 
+def by_rate(rows: Sequence[Row]) -> report.Cells:
+    """A row a layout, router and workload: what met both targets and P99 TTFT at each rate. ``*``: not valid."""
+    points = {(row["layout"], row["policy"], row["workload"], row["rate_rps"]): row for row in rows}
+    rates = sorted({row["rate_rps"] for row in rows})
+    cells = []
+    for arm in dict.fromkeys(key[:3] for key in points):
+        found = [points.get((*arm, rate)) for rate in rates]
+        cells.append([*arm, *("-" if row is None else _point(row) for row in found)])
+    return ["layout", "router", "workload", *(f"{rate:g}/s" for rate in rates)], cells
+
+
+def _point(row: Row) -> str:
+    return f"{row['slo_attainment']:.2f}, {row['ttft_p99_s']:.1f} s" + ("" if row["valid"] else "\\*")
+
+
 def summarise(rows: Sequence[Row], open_points: int, options: argparse.Namespace) -> Result:
     report.show("Stock SGLang, in device time", *table(rows))
     plot(rows, options.out / "baselines.png")
@@ -202,7 +217,8 @@ def run(options: argparse.Namespace) -> int:
 def page(result: Result) -> str:
     totals = f"{result['tokens_verified']:,} tokens checked, {result['tokens_wrong']} wrong"
     where = report.emulated_conditions(result, result["profile"], report.scale_text(result))
-    return f"{report.markdown(*table(result['rows']))}\n\n{totals} · {where}"
+    text = r"Share that met both targets, and P99 TTFT. \*: not valid."
+    return f"{report.markdown(*by_rate(result['rows']))}\n\n{text}\n\n{totals} · {where}"
 
 
 PAGES = {"baselines": page}

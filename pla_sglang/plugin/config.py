@@ -96,8 +96,7 @@ class PlaConfig:
     batch_timeout_ms: float = knob(
         100.0,
         "--pla-batch-timeout-ms",
-        "With --prefill-disagg dopd: a long prompt lets gathered short ones go first once they have waited so long. "
-        "A router with the policy dopd sets this and the boundary.",
+        "With --prefill-disagg dopd: gathered short prompts go before a long one once they have waited so long.",
         allowed=WAIT,
     )
     long_chunk_tokens: int | None = knob(
@@ -109,8 +108,7 @@ class PlaConfig:
     long_chunk_min_tokens: int | None = knob(
         None,
         "--pla-long-chunk-min-tokens",
-        "Smallest chunk of a long prefill under short pressure. With the size of the largest, chunks are never cut. "
-        "Default: an eighth of the largest.",
+        "Smallest chunk of a long prefill under short pressure. Default: an eighth of the largest.",
         allowed=TOKENS,
     )
     long_max_age_ms: float = knob(
@@ -122,22 +120,21 @@ class PlaConfig:
     lost_max_age_ms: float = knob(
         30_000.0,
         "--pla-lost-max-age-ms",
-        "With --pla-deadlines decide: so long an infeasible request is deferred, before it has a share of 5 %. Also "
-        "the bound, in place of --pla-long-max-age-ms where that is less, of requests whose TTFT target is later.",
+        "With --pla-deadlines decide: how long an infeasible request is deferred before it has a share of 5 %; no less "
+        "than --pla-long-max-age-ms.",
         allowed=MILLISECONDS,
     )
     lost_fcfs_times: float = knob(
         0.0,
         "--pla-lost-fcfs-times",
-        "With --pla-deadlines decide: an infeasible request is deferred for at most so many times what it would have "
-        "waited first come first served, or its TTFT target where that is longer. 0: no such bound.",
+        "With --pla-deadlines decide: an infeasible request waits at most so many times as long as first come first "
+        "served. 0: no such bound.",
         allowed=Range(0, 1000),
     )
     decode_gap_ms: float = knob(
         500.0,
         "--pla-decode-gap-ms",
-        "While prefills go on, running requests still get a decode step at least this often. 0: decode only when no "
-        "prefill can run, as SGLang does.",
+        "While prefills go on, running requests get a decode step at least this often. 0: never, as in SGLang.",
         allowed=Range(0, HOUR_MS, "ms"),
     )
     long_order: str = knob(
@@ -149,15 +146,14 @@ class PlaConfig:
     mixing: str = knob(
         "auto",
         "--pla-mixing {auto,never,allow}",
-        "Whether long and short prompts share a pass. 'auto': where that saves time. For ablation: 'never', as in the "
-        "paper, or 'allow', always with the chunk of a long one.",
+        "Whether long and short prompts share a pass: where that saves time, never, or with each chunk of a long one.",
         allowed=Choice(("auto", "never", "allow")),
     )
     graph_layout: str = knob(
         "auto",
         "--pla-graph-layout {auto,off,varlen,grid}",
         "CUDA graphs of ours for short prefills: 'varlen' by tokens and request slots, 'grid' by length and batch "
-        "size; 'auto': varlen with --prefill-disagg on a GPU, if a pass then takes the host less time.",
+        "size; 'auto': varlen on a GPU, if that takes the host less time.",
         allowed=Choice(("auto", "off", "varlen", "grid")),
     )
     graph_budget_gb: float = knob(
@@ -198,14 +194,13 @@ class PlaConfig:
     emulate_kv_gbps: float | None = knob(
         None,
         "--pla-emulate-kv-gbps",
-        "Speed of KV transfers of the profile's KV bytes, one after the other. Default: as long as the real transfer "
-        "of the model's own KV.",
+        "Speed of KV transfers, one after the other, of the profile's KV bytes. Default: that of the real transfer.",
         allowed=Range(0.001, 100_000, "Gbit/s"),
     )
     emulate_kv_failures: float = knob(
         0.0,
         "--pla-emulate-kv-failures SHARE",
-        "This share of KV transfers fails, half at either end; give it to both. For tests of routers.",
+        "This share of KV transfers fails, half at either end; give it to both.",
         allowed=Range(0, 1, "of all transfers"),
     )
     role: str = knob(
@@ -229,8 +224,7 @@ class PlaConfig:
     length_predictor: str | None = knob(
         None,
         "--pla-length-predictor FILE",
-        "Predict how many tokens each running request has still to come, for load reports, with a predictor that was "
-        "trained for this model. Default: no prediction.",
+        "Predict how many tokens running requests have still to come, with a predictor trained for this model.",
     )
     length_steps: int = knob(
         20,
@@ -241,19 +235,19 @@ class PlaConfig:
     profile_at_launch: str = knob(
         "auto",
         "--pla-profile-at-launch {auto,on,off}",
-        "Measure what passes take before the server is ready, and keep it for the next start. 'auto': with "
-        "--prefill-disagg and --pla-stateless or --pla-telemetry on a GPU.",
+        "Measure what passes take before the server is ready. 'auto': with --prefill-disagg on a GPU where a router "
+        "plans by it.",
         allowed=Choice(("auto", "on", "off")),
     )
     profile_cache: str | None = knob(
         None,
         "--pla-profile-cache FOLDER",
-        "Where these files are. Default: pla_sglang/step_times in the user's cache folder.",
+        "Where measured times are kept. Default: pla_sglang/step_times in the user's cache folder.",
     )
     short_ranks: int | None = knob(
         None,
         "--pla-short-ranks",
-        "With --prefill-disagg spatial and --dp-size N: how many ranks start in the short pool. Default: half of them.",
+        "With --prefill-disagg spatial: how many ranks start in the short pool. Default: half of them.",
         allowed=Range(0, 1024, "ranks"),
     )
     pressure: str = knob(
@@ -289,8 +283,7 @@ class PlaConfig:
     receive_share: float = knob(
         0.5,
         "--pla-receive-share",
-        "With --pla-stateless: share of KV memory and of request rows for requests whose KV is received, until they "
-        "run. One alone may hold more.",
+        "Share of KV memory and of request rows for requests whose KV is received. One alone may hold more.",
         allowed=SHARE,
     )
     send_share: float = knob(
@@ -308,8 +301,7 @@ class PlaConfig:
     untested_host: str = knob(
         REFUSE,
         "--pla-untested-host {refuse,allow}",
-        "A version of SGLang that is not supported: 'allow' starts on it where every function that we enter is as "
-        "recorded of the nearest version.",
+        "A version of SGLang that is not supported: 'allow' starts on it where every signature fits.",
         allowed=Choice(UNTESTED_HOST),
     )
     controller_folder: str | None = None  # sockets of a server's own pool controller; None: it has none

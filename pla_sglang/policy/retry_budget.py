@@ -23,7 +23,7 @@ class RetryBudgetKnobs:
     share: float = knob(
         0.2,
         "--retry-budget",
-        "requests that an instance refuses as it is full: retried at most this share of all, and --retry-budget-min",
+        "requests refused by full instances: retried at most this share of all, and --retry-budget-min",
         allowed=Range(0, 1),
         heading="retries",
     )

@@ -135,7 +135,7 @@ def test_a_storm_on_stateless_instances(
     assert {"prefill", "decode"} <= {leg for fake in fakes for leg in fake.legs}
     assert made.starts[0][:2] == ["--stateless", "3"]
     page = storm.page(result)
-    assert "slowest pairing with all others after the order to start again (at most 15 s)" in page
+    assert "slowest pairing with all others after a restart (at most 15 s)" in page
     assert "decode free" not in page, "there were no probes"
     assert "3 stateless instances, 25 requests/s" in page
     assert "SIGKILL of `stateless-0` (2 times), `stateless-1` and `stateless-2`" in page

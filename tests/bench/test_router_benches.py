@@ -50,5 +50,5 @@ def test_the_page_of_chaos_shows_failures_as_what_they_are() -> None:
     result |= dict.fromkeys(times, 0.25) | {"rate": 12.0, "policy": "pla", "killed": ["decode-0"]}
     page = chaos.page(WHERE | result)
     assert "| failed otherwise | 3 |" in page
-    assert "| ledger balances, gauges at 0, queues and KV of each instance back at their start | NO |" in page
+    assert "| nothing left behind | NO |" in page
     assert "SIGKILL of `decode-0`" in page

@@ -118,10 +118,11 @@ def test_abort_of_a_parked_chunk(client: Client, reference: Reference) -> None:
 
 
 def test_abort_of_all(client: Client, reference: Reference) -> None:
-    requests = [client.submit(prompt_of(BIG), FEW) for _ in range(2)]
-    client.wait_for_chunk()
-    requests += [client.submit(prompt_of(20), 4000) for _ in range(4)]
-    until(lambda: client.state()["queue"]["long"]["reqs"] == 1, what="a long in the queue")
+    before = client.state()["requests"]["short"]
+    requests = [client.submit(prompt_of(20), 4000) for _ in range(4)]
+    until(lambda: client.state()["requests"]["short"] == before + 4, what="four that generate")
+    requests += [client.submit(prompt_of(BIG), FEW) for _ in range(3)]
+    until(lambda: client.state()["queue"]["long"]["reqs"] >= 1, what="a long in the queue behind another one")
     client.server.post("/abort_request", {"abort_all": True}, headers=client.headers)
     assert all(aborted(request) for request in requests)
     client.flush()

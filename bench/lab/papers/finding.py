@@ -25,7 +25,8 @@ from bench.lab.papers.points import write_points
 CLOSE = 0.1  # values whose ratio is nearer to 1 than this need no explanation
 NEAR = 0.25  # in the summary, a ratio is near 1 within this: papers print two digits of what they measured once
 MOST_FAIL = 0.5  # share of what holds and is near, below which a figure does not reproduce
-SHOWN_ALONE = 6  # values without a printed one; more of them are for the picture
+SHOWN_ALONE = 3  # values without a printed one; more of them are for the picture
+SHOWN_HELD = 6  # statements that hold; more of them are counted. What fails is always listed
 Picture = Callable[[], bytes]  # draws a PNG
 Record = Mapping[str, Any]  # a finding as JSON
 
@@ -163,21 +164,53 @@ def show(record: Record) -> None:
 
 
 def section(record: Record) -> str:
-    """Of one figure: the table of paper against ours, what only we have, the claims."""
-    lines = [f"### {record['title']}", "", *textwrap.wrap(record["setting"] + ".", 118), ""]
+    """Of one figure: its picture, the table of paper against ours, what only we have, the claims."""
+    picture = f"![{record['title']}](../results/papers/{record['name']}.png)"
+    lines = [f"### {record['title']}", "", *_wrap(record["setting"] + "."), "", picture, ""]
+    table, marks = _compared([row for row in record["rows"] if row["paper"] is not None])
+    lines += table
     alone: dict[str, list[str]] = {}  # by reason
     for row in record["rows"]:
         if row["paper"] is None:
             alone.setdefault(row["why"], []).append(f"{row['what']} {number(row['ours'], row['unit'])}")
-    if printed := [_cells(row) for row in record["rows"] if row["paper"] is not None]:
-        header = ("quantity", "paper", "ours", "ratio", "why they differ")
-        lines += [report.markdown(header, printed, right=(1, 2, 3)), ""]
     for why, values in alone.items():
         shown = "; ".join(values)
         if len(values) > SHOWN_ALONE:
             shown = f"{len(values)} values, in `{record['name']}.json`"
-        lines += [*textwrap.wrap(f"Ours alone ({why.rstrip('.')}): {shown}.", 118), ""]
-    return "\n".join([*lines, *(f"* {claim}" for claim in _claims(record, "**fails**"))]).rstrip()
+        lines += [*_wrap(f"Ours alone {marks.get(why, '(' + why.rstrip('.') + ')')}: {shown}."), ""]
+    return "\n".join([*lines, *_judged(record)]).rstrip()
+
+
+def _wrap(text: str) -> list[str]:
+    return textwrap.wrap(text, 118)
+
+
+def _compared(rows: Sequence[Record]) -> tuple[list[str], dict[str, str]]:
+    """The values that the paper prints beside ours, with each reason once below the table; and the marks of these."""
+    if not rows:
+        return [], {}
+    cells = [_cells(row) for row in rows]
+    reasons = {reason: f"({at})" for at, reason in enumerate(dict.fromkeys(row[-1] for row in cells if row[-1]), 1)}
+    header = ("quantity", "paper", "ours", "ratio", "why")
+    table = [[*row, reasons.get(reason, "")] for *row, reason in cells]
+    lines = [report.markdown(header, table, right=(1, 2, 3)), ""]
+    if reasons:
+        lines += [*_wrap(" ".join(f"{mark} {reason}" for reason, mark in reasons.items())), ""]
+    return lines, reasons
+
+
+def _judged(record: Record) -> list[str]:
+    """What fails, what holds, and of how much no difference is seen."""
+    by_verdict = {holds: [of for of in record["claims"] if of["holds"] is holds] for holds in (True, False, None)}
+    few_hold = len(by_verdict[True]) <= SHOWN_HELD
+    listed_ones = [of for of in record["claims"] if of["holds"] is False or (of["holds"] and few_hold)]
+    lines = [f"* {claim}" for claim in _claims({"claims": listed_ones}, "**fails**")]
+    where = f"in `{record['name']}.json`"
+    if not few_hold:
+        lines += [f"* holds: {len(by_verdict[True])} statements, {where}"]
+    if by_verdict[None]:
+        lines += [f"* no difference seen: {len(by_verdict[None])} statements, {where}"]
+    return lines
 
 
 def sections(folder: Path, order: Sequence[str]) -> str:

@@ -109,3 +109,16 @@ def test_baselines_show_points_that_are_not_valid_too(tmp_path: Path) -> None:
     assert (kept["points"], kept["points_open"], kept["points_invalid"]) == (3, 3, 1)
     assert "| 1+1 | round_robin | azure_code | 4 | 1 | 0.9 |" in (tmp_path / "baselines.md").read_text()
     assert (tmp_path / "baselines.png").stat().st_size > 10_000
+
+
+def test_the_page_has_a_row_an_arm_and_a_column_a_rate() -> None:
+    arm = {"layout": "1+1", "policy": "bucket", "workload": "a"}
+    points = [(2.0, 0.5, False), (1.0, 1.0, True)]
+    rows = [arm | {"rate_rps": at, "slo_attainment": share, "ttft_p99_s": 2.0, "valid": ok} for at, share, ok in points]
+    other = rows[0] | {"policy": "round_robin"}
+    header, cells = baselines.by_rate([*rows, other])
+    assert header[3:] == ["1/s", "2/s"]
+    assert cells == [
+        ["1+1", "bucket", "a", "1.00, 2.0 s", r"0.50, 2.0 s\*"],
+        ["1+1", "round_robin", "a", "-", r"0.50, 2.0 s\*"],
+    ]

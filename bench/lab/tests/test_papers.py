@@ -130,13 +130,27 @@ def test_files_hold_no_number_that_json_does_not_know(tmp_path: Path) -> None:
     record = json.loads((tmp_path / "x.json").read_text(encoding="utf-8"))
     assert record["rows"][0]["ours"] is None
     shown = sections(tmp_path, ["x", "missing"])
-    assert "| r | 1 | - | - | w |" in shown
+    assert "| r | 1 | - | - | (1) |" in shown
+    assert "\n(1) w\n" in shown
     stale = "head\n<!-- results:papers -->\nstale\n<!-- /results:papers -->\ntail"
     page = replace(stale, "papers", shown)
     assert page.startswith("head\n")
     assert page.endswith("\ntail")
     assert "stale" not in page
     assert replace(page, "papers", shown) == page
+
+
+def test_a_section_says_each_reason_once_and_lists_what_fails(tmp_path: Path) -> None:
+    rows = [Row("a", 1.0, 2.0, why="Reason."), Row("b", 1.0, 3.0, why="Reason."), Row("c", 1.0, 1.0, why="Close.")]
+    claims = [Claim(f"claim {at}", holds) for at, holds in enumerate([True] * 7 + [False] * 8 + [None] * 2)]
+    finding = Finding("s", rows, claims, [], lambda: PNG, name="x", title="T")
+    page = section(write(finding, tmp_path, {}, []))
+    assert page.count("Reason.") == page.count("(1) Reason.") == 1
+    assert "Close." not in page
+    assert "| c | 1 | 1 | 1 |  |" in page
+    assert page.count("**fails**: claim") == 8
+    assert "* holds: 7 statements, in `x.json`" in page
+    assert "* no difference seen: 2 statements, in `x.json`" in page
 
 
 def test_the_same_seed_gives_the_same_finding() -> None:

@@ -38,7 +38,7 @@ class RelayConfig:
     keys_file: Path | None = knob(
         None,
         "--keys-file FILE",
-        "JSON with hashes of clients' keys, their tenants and limits, in place of --api-key; read when it changes",
+        "JSON with hashes of clients' keys, in place of --api-key; read when it changes",
     )
     access_log: str = knob("off", "--access-log FILE", "off, - (stderr) or a file: one JSON object a request")
     max_head_bytes: int = knob(
@@ -57,7 +57,7 @@ class RelayConfig:
     max_kept_bytes: int = knob(
         256 << 20,
         "--max-kept-bytes",
-        "of all bodies kept for another attempt or instance, in one relay; beyond it a request gets none",
+        "of all bodies kept for another attempt, in one relay; beyond it a request gets none",
         allowed=Range(0, 1 << 40, "bytes"),
     )
     max_connections: int = knob(
@@ -89,7 +89,7 @@ class RelayConfig:
     full_attempts: int = knob(
         3,
         "--full-attempts",
-        "dispatches of a request to instances that refuse it as they are full, until its client is told",
+        "dispatches of a request to full instances, until its client is told",
         allowed=COUNT,
     )
     dispatch_timeout_s: float = knob(

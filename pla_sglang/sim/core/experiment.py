@@ -97,7 +97,7 @@ class Experiment:
     move_gain: float = knob(
         1.0,
         "--move-gain",
-        "of migration: a request moves only where its answer gains so many times the pause; 0: as in the papers",
+        "a request moves only where its answer gains so many times the pause; 0: as in the papers",
         allowed=Range(0),
     )
     chunk_tokens: int = knob(8192, "--chunk-tokens", "prefill tokens of a pass at most", allowed=COUNT)

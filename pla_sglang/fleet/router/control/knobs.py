@@ -77,7 +77,7 @@ class ControlKnobs:
     boundary_tokens: int | None = knob(
         None,
         "--boundary {auto,N}",
-        "pla: new tokens at which a prefill is long; auto: fitted to the passes in the load reports, by history",
+        "pla: new tokens at which a prefill is long; auto: fitted to load reports",
         allowed=Range(1, unit="tokens"),
         none="auto",
     )
@@ -94,18 +94,18 @@ class ControlKnobs:
     migration: str = knob(
         "off",
         "--migration",
-        "on: a request whose instance is lost goes on at another one; a stream only between stateless instances",
+        "on: requests can go on at another instance; streams only between stateless ones",
         allowed=Choice(("off", "on")),
     )
     retry_suspects: bool = knob(
         False,
         "--retry-suspects",
-        "what may have ended its instance goes to another one, too; what got nothing from two goes to no third",
+        "what may have ended its instance goes to another one, too",
     )
     place_decode: str = knob(
         DISPATCH,
         "--place-decode",
-        "when the policy is asked where a request decodes; prefilled: once its prefill is done, then it is moved there",
+        "when the policy is asked where a request decodes; prefilled: once its prefill is done",
         allowed=Choice((DISPATCH, PREFILLED)),
     )
     stories: int = knob(10_000, "--explain-requests", "remembered for /pla/explain", allowed=Range(1))

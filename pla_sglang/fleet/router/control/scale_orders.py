@@ -73,7 +73,7 @@ class ScalingKnobs:
     start_timeout_s: float = knob(
         1200.0,
         "--start-timeout-s",
-        "for an instance that was ordered to be ready; then it is stopped, and counted as expired",
+        "for an ordered instance to be ready; then it is stopped",
         allowed=Range(0, unit="s", above=True),
     )
 

@@ -50,29 +50,28 @@ class MoveKnobs:
     rest_s: float = knob(
         5.0,
         "--move-rest-ms MS",
-        "how long a request that was ordered to move, or has moved, or whose move failed, stays put, in device time",
+        "how long a request stays put after a move or an order to move, in device time",
         allowed=Range(0, unit="ms"),
         scale=MILLI,
     )
     pause_s: float = knob(
         0.02,
         "--move-pause-ms MS",
-        "predicted pause of a client whose request moves, without the transfer of its KV cache, in device time",
+        "predicted pause of a move, without the transfer of KV cache, in device time",
         allowed=Range(0, unit="ms"),
         scale=MILLI,
     )
     gain: float = knob(
         1.0,
         "--move-gain",
-        "a request moves only where its answer gains so many times the predicted pause; 0: whether it gains or not",
+        "a request moves only where its answer gains so many times the predicted pause",
         allowed=Range(0),
     )
     lengths: str = knob(
         "none",
         f"--lengths {{{','.join(LENGTHS)}}}",
         "what policies that move requests know of answers to come; survival: the median by those that have ended; "
-        "learned: what the instance predicts, else survival; "
-        "stated: the length that header x-answer-tokens says, in benches only",
+        "learned: what the instance predicts; stated: what header x-answer-tokens says, in benches only",
         allowed=Choice(tuple(LENGTHS)),
     )
 

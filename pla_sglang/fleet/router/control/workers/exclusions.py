@@ -47,7 +47,7 @@ class ExclusionKnobs:
     full_s: float = knob(
         0.1,
         "--full-avoid-ms MS",
-        "an instance that refuses a request as it is full gets nothing that others can take; 0: at once again",
+        "a full instance gets nothing that others can take; 0: at once again",
         allowed=Range(0, 60_000, "ms"),
         scale=MILLI,
     )

@@ -39,8 +39,8 @@ class HealthKnobs:
     silence_s: float = knob(
         4.0,
         "--health-silence-ms MS",
-        "its scheduler says nothing for longer, beyond twice the longest pass that its queue explains: it gets nothing "
-        "new, and with --migration on its streams go on elsewhere; 0: only missed checks count",
+        "after so long without a word of its scheduler, beyond what a pass explains, an instance gets nothing new; 0: "
+        "only missed checks count",
         allowed=Range(0, unit="ms"),
         scale=MILLI,
     )
