@@ -232,7 +232,7 @@ class FakeSglang:
         self.admin_key = ""  # of aborts and roles; empty: nobody is asked
         self.abort_status = self.role_status = self.config_status = self.peers_status = 200
         self.peer_states: dict[str, str] = {}  # by name; others are ready at once
-        self.transfers: dict[str, str] = {}  # of a stateless one: what it says of its KV transfers
+        self.transfers: dict[str, Any] = {}  # of a stateless one: what it says of its KV transfers
         # By what is to be done on /pla/hops; others are carried out as they should be, None is a failure without words.
         self.hop_answers: dict[str, dict[str, Any] | None] = {}
         self.hop_gates: dict[str, asyncio.Event] = {}  # likewise; what has one is answered once it is set

@@ -74,6 +74,8 @@ HEADLINES: Mapping[str, tuple[str, str]] = {
     "attainment_error": ("of attainment {}", ""),
     "step_error_p99": ("P99 relative error of a step {}", ""),
     "client_lag_p99_ms": ("P99 lag of the client {} ms", ""),
+    "stream_cpu_ratio": ("a stream takes {} times the CPU time", ""),
+    "request_cpu_ratio": ("a request without a stream {} times", ""),
     "split_added_ttft_p50_ms": ("P50 TTFT {} ms longer", ""),
     "added_p50_ms": ("a pass takes {} ms longer (P50)", ""),
     "added_p99_ms": ("{} ms longer (P99)", ""),

@@ -6,7 +6,7 @@ from bench.harness.bench import Bench
 
 _ALL = (
     Bench("check.abort_storm", "2 min", "engines"),
-    Bench("check.alerts.bench", "4 min", "engines, Prometheus", results="emulated"),
+    Bench("check.alerts.bench", "7 min", "engines, Prometheus", results="emulated"),
     Bench("check.chaos.bench", "16 min", "engines"),
     Bench("check.consistency", "seconds", "nothing"),
     Bench("check.emulation", "6 min", "engines", results="emulated"),
@@ -35,6 +35,7 @@ _ALL = (
     Bench("compare.replay", "the trace", "server, trace"),
     Bench("compare.spatial", "2 h", "engines, sglang_router"),
     Bench("cost.cluster_start", "3 min", "engines"),
+    Bench("cost.limits_cost", "3 min", "nothing"),
     Bench("cost.padding", "10 s", "nothing"),
     Bench("cost.router_cost.bench", "6 min", "sglang_router"),
     Bench("cost.sched_pass", "1 min", "nothing"),

@@ -39,13 +39,39 @@ def read_rules() -> list[Row]:
 
 
 def shorten_rules(factor: float) -> Row:
-    """The shipped file with every ``for`` and every window of its expressions divided by ``factor``; bounds stay."""
+    """The shipped file with every ``for`` and every window of its expressions divided by ``factor``; bounds stay.
+
+    Of a rule that has several conditions each is a rule of its own besides (``list_conditions``).
+    """
     document: Row = yaml.safe_load(RULES.read_text(encoding="utf-8"))
+    document["groups"].append({"name": "conditions", "rules": list_conditions()})
     for group in document["groups"]:
         for rule in group["rules"]:
             rule["for"] = shorten_span(rule["for"], factor)
             rule["expr"] = shorten_windows(rule["expr"], factor)
     return document
+
+
+def list_conditions() -> list[Row]:
+    """Each part of a rule that fires by itself, as ``RULE.1``, ``RULE.2``; nothing of rules that have one alone."""
+    found = []
+    for rule in read_rules():
+        parts = split_alternatives(rule["expr"])
+        for number, part in enumerate(parts, 1) if len(parts) > 1 else ():
+            found.append(rule | {"alert": f"{rule['alert']}.{number}", "expr": part})
+    return found
+
+
+def split_alternatives(expression: str) -> list[str]:
+    """What the outermost ``or`` joins; it binds weakest."""
+    parts, depth = list[list[str]]([[]]), 0
+    for word in re.split(r'("[^"]*"|[()]|\bor\b)', expression):
+        depth += (word == "(") - (word == ")")
+        if word == "or" and depth == 0:
+            parts.append([])
+        else:
+            parts[-1].append(word)
+    return [" ".join("".join(words).split()) for words in parts]
 
 
 def shorten_windows(expression: str, factor: float) -> str:

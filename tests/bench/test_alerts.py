@@ -21,6 +21,8 @@ from bench.harness.prometheus import (
     DASHBOARD,
     RULES,
     Prometheus,
+    Query,
+    list_conditions,
     list_queries,
     read_rules,
     running_prometheus,
@@ -28,6 +30,7 @@ from bench.harness.prometheus import (
     shorten_span,
     shorten_windows,
     show_values,
+    split_alternatives,
 )
 from pla_sglang.common.errors import ConfigError
 
@@ -78,18 +81,36 @@ def test_spans_and_windows() -> None:
         shorten_span("soon", 60.0)
 
 
-def test_each_rule_has_a_scene_or_a_reason() -> None:
-    names = [rule["alert"] for rule in read_rules()]
+def test_conditions_are_what_the_outermost_or_joins() -> None:
+    assert split_alternatives('a{b="x or (y"} > 1') == ['a{b="x or (y"} > 1']
+    assert split_alternatives("(a or b) > 1\n  or (c and d)\nor absent(order)") == [
+        "(a or b) > 1",
+        "(c and d)",
+        "absent(order)",
+    ]
+    found = {one["alert"]: one["expr"] for one in list_conditions()}
+    assert found["RouterAway.2"] == "absent(pla_router_open_requests)"
+    assert all(expression.count("(") == expression.count(")") for expression in found.values())
+    assert "NoInstanceReady.1" not in found
+
+
+def test_each_rule_and_condition_has_a_scene_or_a_reason() -> None:
+    conditions = [one["alert"] for one in list_conditions()]
+    alone = {rule["alert"] for rule in read_rules()} - {name.partition(".")[0] for name in conditions}
     played = [alert for scene in alerts.SCENES for alert in scene.alerts]
-    assert sorted(played) == sorted(names)
+    assert sorted([*played, *alerts.NOT_PROVOKED]) == sorted([*alone, *conditions])
 
 
 def test_figures_of_the_bench() -> None:
     alert = {"scene": "s", "fired_s": 2.0, "cleared_s": 3.0}
-    found = {rule["alert"]: alert for rule in read_rules()}
+    rules, conditions = ([one["alert"] for one in rows] for rows in (read_rules(), list_conditions()))
+    found = {name: alert for name in [*rules, *conditions] if name not in alerts.NOT_PROVOKED}
     right = alerts.sum_up(found, 90, ["Prefill batches by graph: {{reason}}"]) | {"broken_rules": []}
-    assert (right["fired"], right["cleared"], right["empty"]) == (len(found), len(found), 0)
+    assert (right["fired"], right["cleared"], right["empty"]) == (len(rules), len(rules), 0)
+    assert (right["conditions"], right["met"]) == (len(conditions), len(conditions) - len(alerts.NOT_PROVOKED))
     assert alerts.is_right(right)
+    one_less = alerts.sum_up(found | {"RouterAway.1": alert | {"fired_s": None}}, 90, []) | {"broken_rules": []}
+    assert not alerts.is_right(one_less)
     for change in ({"fired_s": None}, {"cleared_s": None}):
         wrong = alerts.sum_up(found | {"InstanceDown": alert | change}, 90, []) | {"broken_rules": []}
         assert not alerts.is_right(wrong)
@@ -243,6 +264,28 @@ def test_missed_targets_fire(scraped: Scraped) -> None:
         return scraped.fires("TtftTargetsMissed") and scraped.fires("TpotTargetsMissed")
 
     until(fires, what="late answers", patience_s=20)
+
+
+@needs_prometheus
+def test_instances_that_cannot_transfer_fire(tmp_path: Path) -> None:
+    """They say so: nothing from outside makes a live engine like that, so the bench has no scene for it."""
+    fakes = [FakeSglang("stateless") for _ in range(2)]
+    nothing = {"legs": {}, "requests": 0, "kv_tokens": 0}
+    says = {"sending": nothing, "receiving": nothing, "quarantine": nothing, "refused": 0, "faults": 0}
+    for one in fakes:
+        one.transfers = says
+
+    with router_process(fakes, [], tmp_path) as router:
+        jobs = {"router": [f"127.0.0.1:{router.port}"]}
+        with running_prometheus("prometheus", jobs, shorten_rules(FACTOR), tmp_path) as prometheus:
+            asked = Query("scraped", "pla_router_worker_transfer_faults")
+            until(lambda: not prometheus.list_empty([asked]), what="a scrape", patience_s=20)
+            assert "TransfersFail" not in prometheus.list_firing()
+            fakes[0].transfers = says | {"ready": False}
+            until(lambda: "TransfersFail.1" in prometheus.list_firing(), what="it is not ready", patience_s=20)
+            fakes[0].transfers = says | {"faults": 1}
+            until(lambda: "TransfersFail.2" in prometheus.list_firing(), what="a fault", patience_s=20)
+            until(lambda: "TransfersFail" not in prometheus.list_firing(), what="it is mended", patience_s=40)
 
 
 @needs_prometheus

@@ -22,6 +22,7 @@ from bench.check.leftovers import try_flush
 from bench.harness.load_client import Answer, StreamClient
 from bench.harness.servers import ROUTER_START_S, ROUTER_STOP_S, is_healthy, running_child, wait_until_ready
 from pla_sglang.common.errors import PlaError
+from pla_sglang.policy.common.fleet_policy import NO_PLANNER
 from pla_sglang.sim import chain
 
 ANSWER_TOKENS = (60, 240)  # so that answers take seconds: what plans moves looks at them a few times
@@ -30,9 +31,10 @@ SHARED_TOKENS = 2000  # of the prompt that caches are to hold
 REQUEST_S = 60.0  # for one request, of real time
 LATE = {"x-slo-ttft-ms": "1", "x-slo-tpot-ms": "1"}  # no request can meet these
 MISSTATED = {"x-answer-tokens": "20000"}
-STILL_S, MOVING_S = 1.5, 0.3  # of a server that stutters
+STILL_S, MOVING_S = 2.5, 1.0  # of a server that stutters; when it moves, first tokens have to come
 DRAINED_S = 2.0  # of one instance after the other: its streams have moved, or not
 CROWD = 25  # requests at once
+FEW = 8  # one request in so many
 POLL_S = 0.2
 
 
@@ -40,13 +42,15 @@ class Load:
     """Streams through the router at random times, ``rate`` a second, in a task of its own.
 
     Attributes:
-        headers: of the next requests.
+        headers: of the next requests, of one in ``one_in``.
         is_held: True while none are sent.
     """
 
     def __init__(self, url: str, rate: float, seed: int) -> None:
         self.headers: Mapping[str, str] = {}
+        self.one_in = 1
         self.is_held = False
+        self._sent = 0
         self._url, self._rate, self._rng = url, rate, random.Random(seed)
         self._open: set[asyncio.Task[None]] = set()
 
@@ -65,7 +69,9 @@ class Load:
         for _ in range(count):
             tokens = self._rng.randint(*ANSWER_TOKENS)
             prompt = chain.prompt_of(self._rng.randint(*PROMPT_TOKENS), tokens, self._rng)
-            headers = {"x-answer-tokens": str(tokens), **self.headers}
+            self._sent += 1
+            further = {} if self._sent % self.one_in else self.headers
+            headers = {"x-answer-tokens": str(tokens), **further}
             task = asyncio.create_task(send_request(self._url, prompt, tokens, headers))
             self._open.add(task)
             task.add_done_callback(self._open.discard)
@@ -138,6 +144,21 @@ class Site:
             while await asyncio.to_thread(self._count_ready) < count:
                 await asyncio.sleep(POLL_S)
 
+    def find_state(self) -> Path:
+        """The file of the cluster."""
+        assert self.fleet.state is not None, "a cluster of processes"
+        return self.fleet.state
+
+    async def start_planner(self, state: Path, count: int) -> None:
+        """One that wants so many instances of the cluster of ``state``. Raises ServerError."""
+        flags = ["--planner", "sla", "--actuator", f"local:{state}", "--plan-interval-s", "1"]
+        await self.restart_router(*flags, "--instances-min", str(count), "--instances-max", str(count))
+
+    async def restart_router(self, *further: str) -> None:
+        """With these flags, of which the last of a name counts. Raises ServerError."""
+        await asyncio.to_thread(self.router.stop)
+        await asyncio.to_thread(self.router.start, *further)
+
     def _count_ready(self) -> int:
         return sum(row["state"] == "ready" for row in read_workers(self.fleet.url))
 
@@ -188,6 +209,14 @@ async def promised_too_much(site: Site) -> AsyncIterator[None]:
     site.load.headers = LATE | MISSTATED
     yield
     site.load.headers = {}
+
+
+@contextlib.asynccontextmanager
+async def promised_a_little_too_much(site: Site) -> AsyncIterator[None]:
+    """Too few requests are late for the short windows of the rules, too many for the long ones."""
+    site.load.headers, site.load.one_in = LATE, FEW
+    yield
+    site.load.headers, site.load.one_in = {}, 1
 
 
 @contextlib.asynccontextmanager
@@ -259,6 +288,14 @@ async def all_drained(site: Site) -> AsyncIterator[None]:
 
 
 @contextlib.asynccontextmanager
+async def router_gone(site: Site) -> AsyncIterator[None]:
+    await asyncio.to_thread(site.router.kill)
+    yield
+    await asyncio.to_thread(site.router.start)
+    await site.wait_until_ready(len(site.list_names()))
+
+
+@contextlib.asynccontextmanager
 async def router_killed_twice(site: Site) -> AsyncIterator[None]:
     for _ in range(2):
         await asyncio.to_thread(site.router.kill)
@@ -270,15 +307,20 @@ async def router_killed_twice(site: Site) -> AsyncIterator[None]:
 
 
 @contextlib.asynccontextmanager
+async def actuator_away(site: Site) -> AsyncIterator[None]:
+    """A planner wants one instance more of a cluster that is not there."""
+    await site.start_planner(site.find_state().with_name("nobody.json"), len(site.list_names()) + 1)
+    yield
+    await site.restart_router("--planner", NO_PLANNER)
+    await site.wait_until_ready(len(site.list_names()))
+
+
+@contextlib.asynccontextmanager
 async def planned_in_vain(site: Site) -> AsyncIterator[None]:
     """A planner wants one instance more, and each that it starts is killed before it is ready; then one is not."""
-    names, state = site.list_names(), site.fleet.state
-    assert state is not None, "a cluster of processes"
+    names, state = site.list_names(), site.find_state()
     count = len(names) + 1
-    planner = ["--planner", "sla", "--actuator", f"local:{state}", "--plan-interval-s", "1"]
-    planner += ["--instances-min", str(count), "--instances-max", str(count)]
-    await asyncio.to_thread(site.router.stop)
-    await asyncio.to_thread(site.router.start, *planner)
+    await site.start_planner(state, count)
 
     async def kill_newcomers() -> None:
         for one in json.loads(state.read_text(encoding="utf-8"))["instances"]:

@@ -25,7 +25,8 @@ def show_runs(outcomes: Sequence[ExperimentResult], trace: Trace, *, verbose: bo
     table = make_table(title, shown, outcomes)
     while not console.fits(table) and (rank := max(column.rank for column in shown)):
         left_out = [column.name for column in shown if column.rank >= rank] + left_out
-        shown = [column for column in shown if column.rank < rank]
+        kept = [column.narrow if column.rank >= rank else column for column in shown]
+        shown = [column for column in kept if column is not None]
         table = make_table(title, shown, outcomes)
     console.print(table)
     if left_out:

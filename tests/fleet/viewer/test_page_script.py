@@ -183,9 +183,9 @@ def count_requests(history: FleetHistory, at_s: float, *, late: int, failed: int
     history.add_sample(at_s, {}, open_requests=0, waiting=0, figures=figures)
 
 
-def show_fleet(history: FleetHistory, now_s: float) -> dict[str, Any]:
+def show_fleet(history: FleetHistory, now_s: float, ttft_s: float = 1.0) -> dict[str, Any]:
     """The live page, whose clock was at 2023-11-14 22:13:20 when that of the history was 0."""
-    targets = {"ttft_s": 1.0, "tpot_s": 0.05}
+    targets = {"ttft_s": ttft_s, "tpot_s": 0.05}
     extra = {"life": "1", "head": HEAD, "clock_start_s": 1_700_000_000.0, "targets": targets}
     return run_page(render_live().decode(), [(200, {**history.to_document(now_s), **extra})])[1][0]
 
@@ -212,6 +212,17 @@ def test_the_tiles_say_whether_targets_are_met() -> None:
     assert len(shown["panels"]["latency"]) == 2
     assert shown["troubles"] == []
     assert [shown["tables"][name] for name in ("moves",)] == [[["none in this span"]]]
+
+
+@pytest.mark.parametrize(("ttft_s", "is_drawn"), [(0.5, True), (20.0, False)])
+def test_a_target_far_above_all_times_is_told_and_not_drawn(ttft_s: float, is_drawn: bool) -> None:
+    """All times would lie on the axis."""
+    history = FleetHistory()
+    for place in range(4):
+        count_requests(history, 102.0 + 2 * place, late=0)
+    panel = show_fleet(history, 110.0, ttft_s)["panels"]["latency"][0]
+    assert any("target" in path.get("class", "") for path in panel["paths"]) is is_drawn
+    assert ("target 20 s: above" in panel["texts"]) is not is_drawn
 
 
 def lose(history: FleetHistory, *, again: str) -> dict[str, Any]:
@@ -242,6 +253,19 @@ def test_a_lost_instance_is_named_with_its_time() -> None:
 def test_it_is_no_trouble_once_another_one_is_ready_at_its_address() -> None:
     shown = lose(FleetHistory(), again="ready")
     assert (shown["troubles"], shown["tiles"][0][:4]) == ([], ["instances ready", "2 of 2", "", "good"])
+
+
+def test_an_address_that_was_lost_twice_is_one_trouble() -> None:
+    history = FleetHistory()
+    for index, (ready_s, dead_s) in enumerate([(100.0, 120.0), (130.0, 150.0)]):
+        history.note_instance(index, "a", "stateless", 1000)
+        history.note_membership(index, PREFILL, ready_s, reason="worker.answers")
+        history.note_membership(index, DEAD, dead_s, reason="worker.no_answer")
+    history.note_instance(2, "a", "", None)
+    history.note_membership(2, Membership("starting", "mixed", ""), 150.0, reason="worker.added")
+    shown = show_fleet(history, 180.0)
+    assert [text.partition(" (")[0] for text in shown["troubles"]] == ["a lost since 22:15:50 UTC"]
+    assert shown["tiles"][0][:3] == ["instances ready", "0 of 1", "1 lost, 1 starting"]
 
 
 @pytest.mark.parametrize(("reason", "before"), [("worker.removed", "ready"), ("worker.no_answer", "draining")])

@@ -76,18 +76,19 @@ const fleet = (() => {
     )));
   }
 
-  // The change with which it was lost, if no other one serves at its address: not one that was removed or drained.
+  // The change with which it was lost, if no other one has served at its address since: not one that was removed or drained.
   function lossOf(one, at) {
     const own = state.changes.filter((change) => change.index === one.index && change.at <= at);
     const end = own[own.length - 1], before = own.length > 1 ? own[own.length - 2].state : one.base && one.base[0];
     if (!end || end.state !== "dead" || end.reason === "worker.removed") return null;
     if (["draining", "drained", "dead"].includes(before)) return null; // it had finished
-    const follows = state.instances.some((other) => {
-      const span = other.index > one.index && other.name === one.name && spanAt(other.index, at);
-      return span && ["ready", "draining", "drained"].includes(span.state);
-    });
+    const follows = state.instances.some((other) => other.index > one.index && other.name === one.name && hasServed(other, at));
     return follows ? null : end;
   }
+
+  const hasServed = (one, at) => (one.base && one.base[0] !== "starting") || state.changes.some((change) => (
+    change.index === one.index && change.state === "ready" && change.at <= at
+  ));
 
   const poolOf = (span) => (span.state === "ready" ? span.role : span.state);
   const classOf = (span) => (span.state === "ready" && span.role !== "decode" ? span.cls || "both" : null);

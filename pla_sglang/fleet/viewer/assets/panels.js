@@ -47,7 +47,8 @@ const panels = (() => {
       const at = x(zero + tick * step), ago = tick || recorded ? duration(Math.abs(tick * step)).replace(".0", "") : "now";
       const text = hasClock ? clockText(zero + tick * step + 1e-3).slice(0, step < 60 ? 8 : 5) : ago;
       svgChild(svg, "line", { x1: at, x2: at, y1: 0, y2: height, class: "grid" });
-      svgChild(svg, "text", { x: at, y: height + 13, "text-anchor": "middle" }, text);
+      const isLast = at > x(shown.to) - 10; // half of it would be outside
+      svgChild(svg, "text", { x: at, y: height + 13, "text-anchor": isLast ? "end" : "middle" }, text);
     }
     if (hasClock) svgChild(svg, "text", { x: 0, y: height + 13 }, "UTC");
   }

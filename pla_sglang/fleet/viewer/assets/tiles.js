@@ -4,6 +4,7 @@ const drawTiles = (() => {
   const { byId, STEPS_S, svgChild, makePanel, drawScale, drawLine, roundUp } = panels;
   const LAST_S = 60, POINTS = 60, CURVE_PX = 34, CHART_PX = 70;
   const GOOD_SHARE = 0.99, FAIR_SHARE = 0.9, FEW_FAILED = 0.01;
+  const FAR = 4; // a target so many times above all times is told, not drawn: they would lie on the axis
   const P50 = "#7f8fa6";
 
   // Figures of equal parts of a span that begin at multiples of their length, so that a curve moves without flicker.
@@ -111,13 +112,17 @@ const drawTiles = (() => {
     const [half, tail] = [of(0.5), of(0.99)], target = state.targets[`${name}_s`];
     const values = tail.map(([, value]) => value).filter((value) => value !== null);
     if (!values.length) return;
-    const most = roundUp(Math.max(...values, target || 0));
+    const isNear = target && target <= FAR * Math.max(...values), most = roundUp(Math.max(...values, isNear ? target : 0));
     const panel = makePanel(place, CHART_PX, shown, (at) => {
       const near = parts.reduce((best, one) => (!best || Math.abs(one.at - at) < Math.abs(best.at - at) ? one : best), null);
       const buckets = near && near.sum && near.sum[`${name}_buckets`], tail = buckets && quantile(buckets, 0.99);
       return tail ? [timeText(near.at), `P50 ${seconds(quantile(buckets, 0.5))}`, `P99 ${seconds(tail)}`] : [];
     });
-    if (target) {
+    if (target && !isNear) {
+      const text = `target ${seconds(target)}: above`;
+      svgChild(panel.svg, "text", { x: panel.width - 4, y: 12, "text-anchor": "end" }, text);
+    }
+    if (isNear) {
       const line = { class: "plain target", "stroke-dasharray": "5 4" };
       drawLine(panel, 0, CHART_PX, most, [[shown.from, target], [shown.to, target]], line);
     }

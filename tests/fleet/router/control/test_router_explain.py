@@ -31,7 +31,7 @@ def test_times_are_those_of_the_day() -> None:
         "arrived": "2026-11-22T11:59:50.000Z",
         "decided": "2026-11-22T11:59:50.250Z",
         "sent": "2026-11-22T11:59:50.500Z",
-        "done": None,
+        "prefill_done": None,
         "first": "2026-11-22T11:59:58.000Z",
         "ended": None,
     }

@@ -151,7 +151,7 @@ def wall_times(record: RequestRecord, offset_s: float) -> dict[str, str | None]:
         "arrived": record.ask.arrived_s,
         "decided": attempt.assigned_s,
         "sent": attempt.sent_s,
-        "done": attempt.prefill_done_s,
+        "prefill_done": attempt.prefill_done_s,
         "first": attempt.first_token_s,
         "ended": record.present.ended_s,
     }
