@@ -32,16 +32,18 @@ from pla_sglang.common import cli, terminal
 from pla_sglang.common.checks import Choice, Range, check_fields, declared_fields, knob, plain
 from pla_sglang.common.console import TableConsole, progress_bar
 from pla_sglang.common.errors import ConfigError
+from pla_sglang.policy.common.fleet_policy import NO_PLANNER
 from pla_sglang.policy_packages import find_policy
 from pla_sglang.recording.rows import RecordError
 from pla_sglang.sim.core.errors import SimError
-from pla_sglang.sim.core.experiment import Experiment, ExperimentResult
+from pla_sglang.sim.core.experiment import Experiment, ExperimentResult, run_experiment
 from pla_sglang.sim.core.sweep import iterate_capacities, iterate_runs
 from pla_sglang.sim.metrics.goodput import Capacity
 from pla_sglang.sim.planning.forms import FleetForm, default_forms, parse_forms
 from pla_sglang.sim.planning.lower_bound import BoundTask, find_lower_bound
 from pla_sglang.sim.planning.lower_bound_table import show_bound
 from pla_sglang.sim.planning.plan import check_task, make_plan, plan_forms
+from pla_sglang.sim.planning.planned_fleet import PlannedFleet
 from pla_sglang.sim.planning.recorded import RecordedRun, is_recording, read_run
 from pla_sglang.sim.planning.result import FleetRow
 from pla_sglang.sim.planning.table import show_plan
@@ -63,17 +65,19 @@ COMMANDS = {  # each with what it takes instead of flags of another
     "run": "--rates",
     "find-capacity": "--low, --high, --target, --tolerance",
     "find-instances": "--rate, --target, --tolerance, --most",
-    "lower-bound": "--rate, --target, --startup-s, --instances-min",
+    "lower-bound": "--rate, --target, --startup-s, --instances-min, --planner",
 }
 FLAGS_FOR = {  # flags that are not for every command
     "rates": ("run",),
     **dict.fromkeys(("low", "high"), ("find-capacity",)),
     **dict.fromkeys(("most", "beyond-profile", "gpu-hour-price"), ("find-instances",)),
     "rate": ("find-instances", "lower-bound"),
-    **dict.fromkeys(("policy", "compare", "jobs"), ("run", "find-capacity", "find-instances")),
+    "policy": ("run", "find-capacity", "find-instances", "lower-bound"),
+    **dict.fromkeys(("compare", "jobs"), ("run", "find-capacity", "find-instances")),
     "tolerance": ("find-capacity", "find-instances"),
-    **dict.fromkeys(("instances", "prefills", "planner"), ("run", "find-capacity")),
+    **dict.fromkeys(("instances", "prefills", "planner"), ("run", "find-capacity", "lower-bound")),
 }
+OF_PLANNED = ("policy", "instances", "prefills")  # of ``lower-bound`` only beside --planner
 COUNT = Range(1)
 RATE = Range(0, unit="requests/s", above=True)
 SHARE = Range(0, 1, above=True)
@@ -377,11 +381,17 @@ def bound_below(config: SimulateConfig, trace: Trace, console: Console, *, floor
     """What any autoscaler pays at least; returns the last line. Raises ConfigError where there is no bound."""
     trace = trace if config.rate is None else trace.at_rate(config.rate)
     task = BoundTask(config.target, config.experiment.startup_s or 0.0, floor)
+    planned = None
     with console.status("lower bound") as status:
         bound = find_lower_bound(config.experiment, trace, task, lambda what: status.update(f"lower bound: {what}"))
-    summary = {**setting("lower-bound", config, trace), **bound.as_json(), "complete": True}
-    written = list(write_files(config, functools.partial(make_lower_bound_page, bound, trace, summary), summary))
-    show_bound(bound, TableConsole(120))
+        if config.experiment.planner != NO_PLANNER:
+            status.update(f"planner {config.experiment.planner}")
+            planned = PlannedFleet.of(run_experiment(config.experiment, trace))
+    beside = {} if planned is None else {"planned": planned.as_json()}
+    summary = {**setting("lower-bound", config, trace), **bound.as_json(), **beside, "complete": True}
+    make_page = functools.partial(make_lower_bound_page, bound, trace, summary, planned)
+    written = list(write_files(config, make_page, summary))
+    show_bound(bound, TableConsole(120), planned)
     say_written(written)
     return summary
 
@@ -442,6 +452,8 @@ def refuse_contradictions(command: str, flags: set[str]) -> None:
     for key, commands in FLAGS_FOR.items():
         if key in flags and command not in commands:
             raise ConfigError(f"--{key} is for {' and '.join(commands)}; {command} takes {COMMANDS[command]}")
+        if command == "lower-bound" and key in flags and key in OF_PLANNED and "planner" not in flags:
+            raise ConfigError(f"--{key} is for the fleet beside the bound; allowed: with --planner NAME")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

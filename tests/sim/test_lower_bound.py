@@ -338,6 +338,25 @@ def test_the_command_prints_a_table_and_writes_json_and_a_page(
     assert "Instances over time" in page.read_text(encoding="utf-8")
 
 
+def test_a_planned_fleet_stands_beside_the_bound(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page, fleet = tmp_path / "bound.html", ["--planner", "dopd", "--policy", "least-tokens", "--instances", "3"]
+    flags = ["--startup-s", "5", "--plan-interval-s", "5", "--forecaster", "last", "--report", str(page)]
+    assert simulate.main([*command, *fleet, *flags]) == 0
+    *shown, last = capsys.readouterr().out.splitlines()
+    found = json.loads(last)
+    planned, name = found["planned"], "dopd beside least-tokens"
+    assert any(name in line and "simulated" in line for line in shown)
+    assert planned["name"] == name
+    assert found["lower_bound_gpu_hours"] < planned["gpu_hours"]
+    times_s, counts = zip(*planned["replicas"], strict=True)
+    assert (counts[0], min(counts[:-1]), counts[-1]) == (3, 2, 0), "the load leaves what a planner keeps"
+    area_s = sum(count * (after - before) for count, before, after in zip(counts, times_s, times_s[1:], strict=False))
+    assert area_s / 3600 == pytest.approx(planned["gpu_hours"], rel=0.01), "of one GPU each"
+    assert name in page.read_text(encoding="utf-8")
+
+
 def test_who_cannot_be_kept_is_counted_and_named(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     trace = steady_trace(40)
     trace.input_tokens[3], trace.output_tokens[5] = 200_000, 500_000
@@ -357,7 +376,8 @@ def test_who_cannot_be_kept_is_counted_and_named(command: list[str], capsys: pyt
         (["--slo-tpot-ms", "1"], "200 of 200 requests cannot meet --slo-tpot-ms 1"),
         (["--kv-capacity-tokens", "100"], "200 of 200 requests do not fit an instance"),
         (["--instances-of", "linear:1"], "--instances-of is given; allowed: instances of one --profile"),
-        (["--policy", "arrow"], "--policy is for run and find-capacity and find-instances; lower-bound takes --rate"),
+        (["--compare", "arrow"], "--compare is for run and find-capacity and find-instances; lower-bound takes --rate"),
+        (["--policy", "arrow"], "--policy is for the fleet beside the bound; allowed: with --planner NAME"),
         (["--startup-s", "-1"], "--startup-s -1 is out of range"),
         (["--head", "1", "--rate", "3"], "has no rate of its own to scale"),
     ],

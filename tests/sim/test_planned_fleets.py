@@ -43,10 +43,12 @@ def surge() -> Trace:
     return Trace("surge", *(np.concatenate(column) for column in zip(*parts, strict=True)))
 
 
-def plan(policy: str, planner: str, **changes: Any) -> ExperimentResult:
+def plan(policy: str, planner: str, trace: Trace | None = None, **changes: Any) -> ExperimentResult:
     settings: dict[str, Any] = {"instances": 2, "instances_max": 8, "plan_interval_s": 5.0, "startup_s": 10.0}
     settings |= {"forecaster": "holt_winters"}  # arima takes longer to fit than all else here
-    return run_experiment(Experiment(policy, SLO, planner=planner, profile=PROFILE, **settings | changes), SURGE)
+    return run_experiment(
+        Experiment(policy, SLO, planner=planner, profile=PROFILE, **settings | changes), trace or SURGE
+    )
 
 
 SURGE = surge()
@@ -100,6 +102,22 @@ def test_over_idle_time_that_was_left_out_the_load_stays_what_it_was() -> None:
     log.note_fleet(FleetCount(2, 0, 0), 1.0, 3610.0)
     [load] = [line for line in draw_planner(log)["data"] if line["name"] == "load"]
     assert list(zip(load["x"], load["y"], strict=True)) == [(10, 4), (20, 0), (3590, 0), (3600, 6), (3610, 2)]
+
+
+@pytest.mark.parametrize("planner", ["dopd", "sla", "threshold"])
+def test_over_a_gap_of_days_the_fleet_is_at_its_floor_and_grows_again_after_it(planner: str) -> None:
+    gap_s = 3 * 86_400.0
+    columns = (SURGE.arrival_s, SURGE.input_tokens, SURGE.output_tokens)
+    arrival_s, *lengths = (np.concatenate([column, column]) for column in columns)
+    arrival_s[len(SURGE) :] += gap_s
+    knobs = ("threshold.high=0.2", "threshold.low=0.01", "threshold.cool_down_s=5") if planner == "threshold" else ()
+    result = plan("combined", planner, Trace("two", arrival_s, *lengths), policy_knobs=knobs).result
+    assert result.counts["finished"] == 2 * len(SURGE)
+    before = [point.counts for point in result.plans.points if point.at_s <= gap_s]
+    assert before[-1] == FleetCount(2, 0, 0)
+    for begin_s in (0.0, gap_s):
+        assert any(begin_s < start.ordered_s < begin_s + 300.0 for start in result.plans.starts)
+    assert result.gpu_hours == pytest.approx(2 * GPUS * gap_s / 3600, rel=0.02)
 
 
 def test_thresholds_count_the_backlog() -> None:

@@ -7,6 +7,7 @@ import math
 from collections import deque
 
 ENOUGH_REQUESTS = 50  # a mean of lengths that vary as much as they are long is then off by 14 %
+TIMES_FOR_VARIATION = 4  # as many, until the variation of such lengths, or of Poisson arrivals, is off by as little
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -62,13 +63,15 @@ class LoadMeter:
     Args:
         least_requests: mean lengths are over the newest intervals that have so many together; 0: over the last alone,
             as in the paper. Of a few requests a mean says nothing, least of all of those that end while hardly any
-            runs: they are the longest.
+            runs: they are the longest. Variations are then means over the newest intervals, each as its arrivals see
+            it, and no gap reaches into the next: that one interval has more of them than another the rate says.
     """
 
     def __init__(self, least_requests: int = 0) -> None:
         self.in_flight = 0
         self._least_requests = least_requests
         self._before: dict[str, deque[tuple[int, float]]] = {"inputs": deque(), "outputs": deque()}  # counts and sums
+        self._variations: deque[tuple[int, float, float]] = deque()  # arrivals; of their gaps and of their lengths
         self._start_s: float | None = None
         self._area = 0.0  # request-seconds since the interval began
         self._changed_s = 0.0
@@ -100,10 +103,9 @@ class LoadMeter:
             self._mean_length("outputs", self._outputs),
             self._area / span_s,
             self._inputs.count / span_s,
-            self._gaps.cv2(),
-            self._inputs.cv2(),
+            *self._vary(),
         )
-        if not self._inputs.count:
+        if not self._inputs.count or self._least_requests:
             self._arrived_s = None
         self._start_s, self._area = now_s, 0.0
         self._inputs, self._outputs, self._gaps = _Moments(), _Moments(), _Moments()
@@ -120,6 +122,22 @@ class LoadMeter:
             kept.popleft()
         count = sum(count for count, _ in kept)
         return sum(total for _, total in kept) / count if count else None
+
+    def _vary(self) -> tuple[float, float]:
+        """Squared variations of gaps and of prompt lengths; with intervals before, as far as they are needed."""
+        ended = (self._inputs.count, self._gaps.cv2(), self._inputs.cv2())
+        if not self._least_requests:
+            return ended[1:]
+        kept = self._variations
+        if self._gaps.count > 1:
+            kept.append(ended)
+        while len(kept) > 1 and sum(one[0] for one in kept) - kept[0][0] >= TIMES_FOR_VARIATION * self._least_requests:
+            kept.popleft()
+        count = sum(one[0] for one in kept)
+        if not count:
+            return ended[1:]
+        gaps, inputs = (sum(one[0] * one[place] for one in kept) / count for place in (1, 2))
+        return gaps, inputs
 
     def _advance(self, now_s: float) -> None:
         if self._start_s is None:

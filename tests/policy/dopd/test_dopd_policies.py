@@ -122,6 +122,47 @@ def test_mean_lengths_are_of_enough_requests(least_requests: int) -> None:
     assert len(worst) > len(alone), "an interval without requests has the lengths of those before"
 
 
+@pytest.mark.parametrize("least_requests", [ENOUGH_REQUESTS // 2, ENOUGH_REQUESTS, 2 * ENOUGH_REQUESTS])
+def test_variations_are_of_enough_requests_and_as_arrivals_see_them(least_requests: int) -> None:
+    """Random arrivals, 40 a second in one interval and half a second in the next: by eq. 10 they vary as if steady.
+
+    Of a quiet interval alone the variation is off by a factor of three.
+    """
+    rng = np.random.default_rng(5)
+    enough, last = LoadMeter(least_requests), LoadMeter()
+    found, alone = [], []
+    for meter in (enough, last):
+        meter.take(0.0)
+    for interval in range(60):
+        count = 400 if interval % 2 else 5
+        for at_s in sorted(rng.uniform(10.0 * interval, 10.0 * (interval + 1), count)):
+            for meter in (enough, last):
+                meter.arrive(int(rng.exponential(200.0)) + 1, at_s)
+        for meter, values in ((enough, found), (last, alone)):
+            sample = meter.take(10.0 * (interval + 1))
+            assert sample is not None
+            values.append((sample.arrival_cv2, sample.input_cv2))
+    arrivals, inputs = zip(*found[1:], strict=True)
+    assert 0.7 < min(arrivals) <= max(arrivals) < 1.5
+    assert 0.6 < min(inputs) <= max(inputs) < 1.6
+    assert min(one for one, _ in alone) < 0.33
+
+
+def test_variations_by_hand() -> None:
+    """Gaps of 1 s and 3 s vary by 1/4; three equal ones by nothing. 3 and 3 arrivals: the mean is 1/8."""
+    meter = LoadMeter(ENOUGH_REQUESTS)
+    for now_s in (0.0, 1.0, 4.0):
+        meter.arrive(100, now_s)
+    first = meter.take(10.0)
+    for now_s in (10.0, 16.0, 22.0):
+        meter.arrive(100, now_s)
+    second = meter.take(30.0)
+    assert first is not None
+    assert second is not None
+    assert (first.arrival_cv2, second.arrival_cv2) == (pytest.approx(0.25), pytest.approx(0.125))
+    assert second.input_cv2 == 0.0
+
+
 def test_load_meter_by_hand() -> None:
     meter = LoadMeter()
     meter.arrive(100, 0.0)
