@@ -1,4 +1,4 @@
-"""Polls over connections as relays have them: answers, refusals, silence."""
+"""Calls to an instance: one connection, answers, refusals, silence."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from pla_sglang.fleet.router.control.workers.breaker import BreakerKnobs
 from pla_sglang.fleet.router.control.workers.discovery import parse_url
-from pla_sglang.fleet.router.control.workers.errors import NoResponseError
+from pla_sglang.fleet.router.control.workers.errors import NoResponseError, UnreachableError
 from pla_sglang.fleet.router.control.workers.instance_client import InstanceClient
 from pla_sglang.fleet.router.control.workers.table import Worker, WorkerTable
 from pla_sglang.fleet.router.relay import proxied_call
@@ -50,7 +50,7 @@ async def test_one_connection_serves_all_polls_and_brings_the_key() -> None:
         assert len(asked) == 3
         assert asked[0].startswith(b"GET /pla/ending HTTP/1.1\r\nhost: 127.0.0.1:")
         assert b"authorization: Bearer k\r\n" in asked[0]
-        assert client._polls.count_idle() == 1
+        assert client._pool.count_idle() == 1
         await client.close()
 
 
@@ -60,7 +60,7 @@ async def test_one_connection_serves_all_polls_and_brings_the_key() -> None:
         (b"HTTP/1.1 503 No\r\ncontent-length: 4\r\n\r\nbusy", 503, "answered 503: busy"),
         (b"nonsense\r\n\r\n", 0, "not an HTTP/1.1 answer"),
         (b"", 0, "no answer within 0.1 s"),
-        (ok(b"x" * 50), 200, "more than 40 bytes"),
+        (ok(b"x" * 50), 0, "more than 40 bytes"),
     ],
 )
 async def test_what_is_no_answer(answer: bytes, status: int, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,9 +77,21 @@ async def test_nobody_listens() -> None:
     async with instance(b"") as (worker, _):
         pass
     client = InstanceClient(TlsContext(WorkerTls(), now_s=0.0), timeout_s=1.0)
-    with pytest.raises(NoResponseError):
+    with pytest.raises(UnreachableError, match=f"^{worker.url}/pla/ending: connection refused$"):
         await client.is_ending(worker)
     await client.close()
+
+
+async def test_orders_bring_the_admin_key_over_the_same_connection() -> None:
+    async with instance(ok(b"{}")) as (worker, asked):
+        client = InstanceClient(TlsContext(WorkerTls(), now_s=0.0), timeout_s=5.0, api_key="k", admin_key="a")
+        await client.health(worker.address)
+        await client.abort(worker, "")
+        assert [head.split(b" HTTP")[0] for head in asked] == [b"GET /health", b"POST /abort_request"]
+        assert [b"Bearer k" in head for head in asked] == [True, False]
+        assert b"Bearer a" in asked[1]
+        assert client._pool.count_idle() == 1
+        await client.close()
 
 
 @pytest.mark.parametrize("status", [301, 307])
