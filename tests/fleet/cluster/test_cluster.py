@@ -312,7 +312,7 @@ def test_a_stateless_instance_may_hand_over_before_it_is_restarted(
     made._children = children  # type: ignore[assignment]
     [member] = made.engines
     member.move_to(State.READY)
-    asyncio.run(made._bring_down(member, drain_s))
+    asyncio.run(made._await_end(member, made._order_end(member, drain_s)))
     assert children.sent == sent
     assert member.state is State.DEAD
 
