@@ -7,11 +7,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
+from support.serving import wait_until
 
 from pla_sglang.fleet.router.control.workers.breaker import BreakerKnobs
 from pla_sglang.fleet.router.control.workers.discovery import parse_url
 from pla_sglang.fleet.router.control.workers.errors import NoResponseError, UnreachableError
-from pla_sglang.fleet.router.control.workers.instance_client import InstanceClient
+from pla_sglang.fleet.router.control.workers.instance_client import ORDERS_AT_ONCE, InstanceClient
 from pla_sglang.fleet.router.control.workers.table import Worker, WorkerTable
 from pla_sglang.fleet.router.relay import proxied_call
 from pla_sglang.fleet.router.tls import TlsContext, WorkerTls
@@ -92,6 +93,22 @@ async def test_orders_bring_the_admin_key_over_the_same_connection() -> None:
         assert b"Bearer a" in asked[1]
         assert client._pool.count_idle() == 1
         await client.close()
+
+
+async def test_orders_to_a_silent_instance_are_few_at_once_and_none_waits_for_long() -> None:
+    async with instance(b"") as (worker, asked):
+        for timeout_s in (60.0, 0.1):
+            client = InstanceClient(TlsContext(WorkerTls(), now_s=0.0), timeout_s=timeout_s)
+            orders = [asyncio.ensure_future(client.abort(worker, f"r{number}")) for number in range(3 * ORDERS_AT_ONCE)]
+            if timeout_s > 1:
+                await wait_until(lambda: len(asked) >= ORDERS_AT_ONCE)
+                await asyncio.sleep(0.05)
+                assert len(asked) == ORDERS_AT_ONCE
+                for order in orders:
+                    order.cancel()
+            errors = await asyncio.gather(*orders, return_exceptions=True)
+            await client.close()
+        assert {str(error) for error in errors} == {f"{worker.url}/abort_request: no answer within 0.1 s"}
 
 
 @pytest.mark.parametrize("status", [301, 307])

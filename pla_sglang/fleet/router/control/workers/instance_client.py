@@ -11,8 +11,10 @@ control plane's event loop for about as long as twenty requests.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -32,6 +34,7 @@ from pla_sglang.policy.interface.prefill import PrefillClass
 
 IDLE_S = 3.0  # as relays keep a connection; SGLang closes one after 5 s
 SWEEP_S = 1.0
+ORDERS_AT_ONCE = 8  # to one instance: where a relay is lost, all of its requests are aborted in one moment
 QUOTED_CHARS = 200
 
 
@@ -44,6 +47,7 @@ class InstanceClient:
         self._swept_s = 0.0
         # Numbers of its own: an address is asked what it is before it is a worker.
         self._entries: dict[Address, WorkerEntry] = {}
+        self._turns: defaultdict[Address, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(ORDERS_AT_ONCE))
 
     async def close(self) -> None:
         await self._pool.close_pool()
@@ -145,6 +149,28 @@ class InstanceClient:
 
         Raises UnreachableError, NoResponseError.
         """
+        url = f"{address.url}{target}"
+        try:
+            async with (
+                asyncio.timeout(self._timeout_s),
+                contextlib.nullcontext() if body is None else self._turns[address],
+            ):
+                call = await self._send(address, target, body)
+        except TimeoutError:
+            raise NoResponseError(f"{url}: no answer within {self._timeout_s:g} s") from None
+        if call.failure is FailureKind.CONNECT:
+            raise UnreachableError(f"{url}: {call.detail}")
+        if call.failure is not None:
+            raise NoResponseError(f"{url}: {call.detail}")
+        if call.status >= 300:
+            text = quote_response(call.body, *self._keys)
+            raise NoResponseError(f"{url} answered {call.status}: {text}", call.status)
+        if call.is_too_long:
+            raise NoResponseError(f"{url} answered {call.detail}")
+        return call.body
+
+    async def _send(self, address: Address, target: str, body: Mapping[str, Any] | None) -> WholeCall:
+        """Until it has ended, however that is."""
         loop, done = asyncio.get_running_loop(), asyncio.Event()
         call = WholeCall(self._pool, loop, lambda _: done.set(), timeout_s=self._timeout_s)
         method, content = ("GET", b"") if body is None else ("POST", json.dumps(body).encode())
@@ -154,19 +180,7 @@ class InstanceClient:
             await done.wait()
         finally:
             call.on_disconnect("")
-        url = f"{address.url}{target}"
-        if call.failure is FailureKind.CONNECT:
-            raise UnreachableError(f"{url}: {call.detail}")
-        if call.failure is FailureKind.TIMEOUT:
-            raise NoResponseError(f"{url}: no answer within {self._timeout_s:g} s")
-        if call.failure is not None:
-            raise NoResponseError(f"{url}: {call.detail}")
-        if call.status >= 300:
-            text = quote_response(call.body, *self._keys)
-            raise NoResponseError(f"{url} answered {call.status}: {text}", call.status)
-        if call.is_too_long:
-            raise NoResponseError(f"{url} answered {call.detail}")
-        return call.body
+        return call
 
     def _find_entry(self, address: Address) -> WorkerEntry:
         if (entry := self._entries.get(address)) is None:
