@@ -20,6 +20,7 @@ from pla_sglang.testing.server import Server, ServerError
 WORK = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of what the device does
 LAUNCHES = ("cuda_runtime", "cuda_driver")
 SHOWN = 12  # kernels, calls
+DELAY_S = 0.5
 WRITTEN_WITHIN_S = 30.0  # after the last recorded pass
 
 
@@ -53,11 +54,11 @@ def describe_trace(trace: dict[str, Any], passes: int) -> dict[str, Any]:
 
 
 class Recording:
-    """Records so many passes of a server from ``delay_s`` on, beside the load that the caller sends in the ``with``."""
+    """Records so many passes of a server from ``DELAY_S`` on, beside the load that the caller sends in the ``with``."""
 
-    def __init__(self, server: Server, device: str, *, passes: int, delay_s: float = 0.5) -> None:
+    def __init__(self, server: Server, device: str, *, passes: int) -> None:
         self.found: dict[str, Any] = {"failed": "no trace was written"}
-        self._server, self._device, self._passes, self._delay_s = server, device, passes, delay_s
+        self._server, self._device, self._passes = server, device, passes
         self._thread = threading.Thread(target=self._record)
 
     def __enter__(self) -> Recording:
@@ -68,7 +69,7 @@ class Recording:
         self._thread.join()
 
     def _record(self) -> None:
-        time.sleep(self._delay_s)
+        time.sleep(DELAY_S)
         activity = "GPU" if self._device == "cuda" else "CPU"
         with tempfile.TemporaryDirectory() as folder:
             body = {"output_dir": folder, "num_steps": self._passes, "activities": [activity]}

@@ -17,7 +17,6 @@ _ALL = (
     Bench("check.hops.bench", "35 min", "engines", results="emulated"),
     Bench("check.overload_router", "15 min", "engines", results="emulated"),
     Bench("check.parity", "6 min", "engines"),
-    Bench("check.poison.bench", "40 min", "engines"),
     Bench("check.ray_chaos", "6 min", "engines, Ray", results="emulated"),
     Bench("check.router_clients", "3 min", "engines"),
     Bench("check.scaling", "20 min", "engines, Ray", results="emulated"),

@@ -19,6 +19,7 @@ import msgspec
 
 from bench.harness.latency import time_per_output_token
 
+FLUSH_ATTEMPTS = 50
 START_DELAY_S = 0.3  # so that the first task is already asleep when its time comes
 EVENT = b"data: "
 _HEADERS = {"Content-Type": "application/json"}
@@ -246,9 +247,9 @@ class Client(StreamClient):
             outcomes[-1].settle()
         return outcomes
 
-    async def flush_cache(self, *, attempts: int = 50) -> bool:
+    async def flush_cache(self) -> bool:
         """Empty the prefix cache. SGLang refuses while anything still runs, so a short retry; False if it stays so."""
-        for _ in range(attempts):
+        for _ in range(FLUSH_ATTEMPTS):
             try:
                 async with self.session.post(f"{self.base_url}/flush_cache") as response:
                     if response.status == 200:

@@ -16,7 +16,6 @@ from support.router_process import RouterProcess, fake_instances, router_process
 from support.serving import until
 
 from bench.check.alerts import bench as alerts
-from bench.harness.catalogue import BENCHES
 from bench.harness.prometheus import (
     DASHBOARD,
     RULES,
@@ -123,16 +122,6 @@ def test_figures_of_the_bench() -> None:
     assert "| `InstanceDown` | s | 2 | - |" in alerts.page(
         silent | {"environment": {"hardware": "a", "plugin_commit": ""}}
     )
-
-
-@pytest.mark.parametrize(
-    "flags", [["--prometheus", "nowhere"], ["--factor", "0"], ["--factor", "100"], ["--instances", "1"]]
-)
-def test_bad_values(flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert BENCHES["alerts"].main([*flags, "--out", str(tmp_path)]) == 2
-    (said,) = capsys.readouterr().err.splitlines()
-    assert flags[0] in said
-    assert flags[1] in said
 
 
 # -- by Prometheus' own tool -------------------------------------------------------------------------------------------

@@ -10,12 +10,8 @@ from typing import Any
 import pytest
 
 from bench.harness.bench_page import (
-    draw_points,
-    flatten_figures,
-    group_columns,
     label_key,
     make_bench_page,
-    show_cell,
     split_tables,
 )
 from bench.harness.catalogue import BENCHES
@@ -130,28 +126,6 @@ def test_a_figure_of_a_paper_has_the_paper_beside_ours_and_its_statements() -> N
     assert figure is not None
     assert [bar["x"] for bar in figure["data"]] == [[1.0], [2.0]]
     json.dumps([section.figure for section in page.sections], allow_nan=False)
-
-
-def test_shapes() -> None:
-    assert flatten_figures({"a": {"b": {"c": 1}, "d": SPREAD}, "e": [1, 2], "f": [{}]}) == {
-        "a b c": 1,
-        "a d": SPREAD,
-        "e": [1, 2],
-        "f": "1 entries",
-    }
-    assert group_columns({"a": {"x": 1, "y": 2}, "b": {"x": 1, "y": 3}, "c": {"z": 1}, "d": 4, "e": {"x": [1]}}) == [
-        ["a", "b"],
-        ["c"],
-    ]
-    assert [show_cell(value) for value in (None, True, 1234, 0.123456, "x", [])] == [
-        "-",
-        "True",
-        "1,234",
-        "0.1235",
-        "x",
-        "-",
-    ]
-    assert list(draw_points("rows", [{"policy": "a", "rate_rps": 1.0, "attainment": 1.0}])) == []  # a point is no line
 
 
 def test_the_flag_of_every_bench(

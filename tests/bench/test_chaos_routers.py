@@ -90,12 +90,6 @@ def test_instances_are_labelled_once_a_new_control_process_knows_them(monkeypatc
     assert asked == [0, 1, 2, 0, 1, 2]
 
 
-@pytest.mark.parametrize("flags", [["--routers", "2"], ["--restarts", "1"], ["--routers", "0"], ["--restarts", "-1"]])
-def test_routers_of_its_own_need_moves(flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert BENCHES["chaos"].main([*flags, "--stateless", "2", "--out", str(tmp_path)]) == 2
-    assert " ".join(flags) in capsys.readouterr().err
-
-
 def test_the_cluster_has_no_router_then() -> None:
     options = BENCHES["chaos"].parse("--moves", "--stateless", "3", "--routers", "2", "--policy", "least-tokens")
     assert launch_cluster.read_config(storm.cluster_arguments(options)).config.to_cluster().router == "none"

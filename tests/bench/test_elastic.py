@@ -52,12 +52,3 @@ def test_an_arm_stands_beside_a_fixed_fleet(tmp_path: Path, capsys: pytest.Captu
     assert arm["fixed_attainment"] >= result["attainment"]["least-tokens+sla"] - elastic.MARGIN
     assert 0 < result["lower_bound_gpu_hours"]["least-tokens+sla"] <= arm["gpu_hours"]
     assert "`least-tokens+sla`" in elastic.page(result)
-
-
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [(["--arms", "combined+x"], "--planner 'x'"), (["--rate", "0"], "--rate 0"), (["--arms", "y"], "'y'")],
-)
-def test_what_cannot_be_is_refused(flags: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert BENCHES["elastic"].main([*SHORT, *flags]) == 2
-    assert said in capsys.readouterr().err

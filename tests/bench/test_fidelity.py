@@ -13,7 +13,7 @@ from bench.harness import fidelity
 from pla_sglang.common.errors import ConfigError
 from pla_sglang.sim.core.experiment import Experiment
 from pla_sglang.sim.core.host import HostKnobs
-from pla_sglang.sim.core.live_case import LiveCase, list_grid
+from pla_sglang.sim.core.live_case import LiveCase
 from pla_sglang.sim.metrics.goodput import Served, Slo
 from pla_sglang.sim.workload.trace import Trace
 
@@ -112,12 +112,6 @@ def test_a_gap_that_the_device_measured_under_load_counts_instead() -> None:
     experiment, points = lone(pairs=False, late_s=0.03, slower_s=0.0005)
     host, loaded = (fidelity.calibrate_host(experiment, points, gap_s=gap_s) for gap_s in (None, 0.002))
     assert loaded == dataclasses.replace(host, step_s=0.002)
-
-
-def test_the_grid_has_two_policies_and_three_loads_a_cluster() -> None:
-    cases = [LiveCase.parse(text) for text in list_grid()]
-    assert len({case.text for case in cases}) == len(cases) == 5 * 2 * 3
-    assert {case.load for case in cases} == {0.5, 0.8, 0.95}
 
 
 def test_a_live_run_that_is_faster_gives_no_negative_constant() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
 
-from bench.gpu import chats, device_time, moves, steps
+from bench.gpu import chats, device_time, moves
 from bench.gpu import gpu as run
 from bench.gpu.models import SIZES, make_model
 from bench.gpu.parts import Part, run_part
@@ -117,17 +116,6 @@ def test_kernels_say_that_they_need_a_gpu(tmp_path: Path) -> None:
     assert "need a GPU" in json.loads((tmp_path / "kernels.json").read_text())["not_run"]
 
 
-def test_parts_come_in_the_order_of_their_worth(tmp_path: Path) -> None:
-    args = run.argparse.Namespace(
-        device="cuda", sizes=["7b", "14b"], parts=list(run.SECTIONS), out=tmp_path, dataset=None
-    )
-    titles = [part.title for part in run.list_parts(args)]
-    assert titles[:5] == ["chats", "hol", "answers", "moves", "mixed"]
-    assert titles[5:10] == [f"steps 7b {arm}" for arm in steps.ARMS["cuda"]]
-    assert titles[10:12] == ["kernels", "profile"]
-    assert titles[12:] == [f"steps 14b {arm}" for arm in steps.ARMS["cuda"]]
-
-
 @pytest.mark.parametrize("size", SIZES)
 def test_models_have_the_published_shape(tmp_path: Path, size: str) -> None:
     config = json.loads((make_model(size, tmp_path / size) / "config.json").read_text(encoding="utf-8"))
@@ -137,20 +125,6 @@ def test_models_have_the_published_shape(tmp_path: Path, size: str) -> None:
     weights = layers * (attention + 3 * hidden * inner) + 2 * config["vocab_size"] * hidden
     assert weights / 1e9 == pytest.approx({"7b": 7.6, "14b": 14.8, "32b": 32.8}[size], rel=0.02)
     assert (tmp_path / size / "tokenizer.json").exists()
-
-
-def test_steps_name_every_arm_s_backend(tmp_path: Path) -> None:
-    for arm in steps.BACKEND:
-        flags = steps.launcher_flags(arm, tmp_path, "cuda")
-        config = json.loads(flags[flags.index("--cuda-graph-config") + 1])
-        assert config["prefill"]["backend"] == steps.BACKEND[arm]
-        assert ("bs" in config["prefill"]) == (arm != "eager")
-
-
-def test_the_shape_that_was_promised() -> None:
-    assert len(steps.TARGET.new_tokens) == 16
-    assert (min(steps.TARGET.new_tokens), max(steps.TARGET.new_tokens)) == (8, 64)
-    assert steps.TARGET.history_tokens == 2048
 
 
 def test_sessions_are_the_same_in_every_arm_and_only_grow() -> None:
@@ -172,16 +146,10 @@ def write_lmsys(path: Path) -> None:
     parquet.write_table(pa.table(columns | {"language": ["English"], "redacted": [False]}), path)
 
 
-def write_sharegpt(path: Path) -> None:
-    roles = {"user": "human", "assistant": "gpt"}
-    talk = [{"from": roles[role], "value": text} for role, text in TALK]
-    path.write_text(json.dumps([{"id": "a", "conversations": talk}]), encoding="utf-8")
-
-
-@pytest.mark.parametrize(("name", "write"), [("chat.parquet", write_lmsys), ("sharegpt.json", write_sharegpt)])
-def test_prompts_of_a_data_set_reach_the_servers(tmp_path: Path, name: str, write: Callable[[Path], None]) -> None:
+def test_prompts_of_a_data_set_reach_the_servers(tmp_path: Path) -> None:
     """In the published schema, by the tokenizer of the model that is measured; turns keep their recorded lengths."""
-    write(tmp_path / name)
+    name = "chat.parquet"
+    write_lmsys(tmp_path / name)
     flags = ("--dataset", str(tmp_path / name), "--sizes", "7b", "--parts", "chats", "--out", str(tmp_path))
     [part] = run.list_parts(BENCHES["gpu"].parse(*flags))
     settings = json.loads(part.command[2])
@@ -193,13 +161,6 @@ def test_prompts_of_a_data_set_reach_the_servers(tmp_path: Path, name: str, writ
     assert [len(prompt) for prompt in prompts[:2]] == [len(first), len(first) + len(answer) + len(later)]
     assert (prompts[0], prompts[1][-len(later) :]) == (first, later)
     assert lengths.startswith(f"{name}, tokens of ")
-
-
-@pytest.mark.parametrize("bench", ["gpu", "chat", "spatial"])
-def test_a_data_set_that_is_not_there_ends_the_start(bench: str, tmp_path: Path, capsys: Any) -> None:
-    flags = ["--dataset", str(tmp_path / "none.parquet"), "--out", str(tmp_path)]
-    assert BENCHES[bench].main(flags) == 2
-    assert capsys.readouterr().err.strip().endswith("none.parquet is not a file")
 
 
 def ended(sent_s: float, first_s: float, done_s: float, tokens: int = 1, error: str | None = None) -> Outcome:

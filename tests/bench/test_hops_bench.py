@@ -18,9 +18,7 @@ from bench.check.hops.instances import describe_gauges, describe_state
 from bench.check.hops.judge import judge_rides, make_references
 from bench.check.hops.plans import ENDS, Event, Life, plan_lives
 from bench.check.hops.rider import MarkedAnswer
-from bench.check.hops.settings import SETTINGS, choose_settings
-from bench.harness.catalogue import BENCHES
-from pla_sglang.common.errors import ConfigError
+from bench.check.hops.settings import SETTINGS
 from pla_sglang.sim import chain
 
 AT_REST = {
@@ -380,23 +378,3 @@ def test_rows_are_summed_up() -> None:
     for worse in ({"leaks": 1}, {"bytes_wrong": 1}, {"failed": 1}, {"ledger_balanced": False}):
         assert not bench.is_good(result | worse)
     assert "| 2 | " in bench.page(result | {"environment": {"hardware": "cpu"}, "seed": 0})
-
-
-def test_parts_hold_all_requests() -> None:
-    options = BENCHES["hops"].parse()
-    options.models = ["chain", "demo"]
-    keys = bench.keys_of(options, choose_settings(None))
-    by_setting: dict[str, int] = {}
-    for key in keys:
-        by_setting[key["setting"]] = by_setting.get(key["setting"], 0) + key.get("requests", 0)
-    assert by_setting.pop("pauses") == 0
-    assert by_setting == {name: setting.requests for name, setting in SETTINGS.items()}
-    assert sorted(by_setting.values()) == [500] * 5 + [3000]
-    with pytest.raises(ConfigError, match="'big' is not known"):
-        choose_settings("small,big")
-
-
-@pytest.mark.parametrize("flags", [["--settings", "big"], ["--models", "llama"], ["--part", "0"], ["--requests", "1"]])
-def test_bad_values(flags: list[str], tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    assert BENCHES["hops"].main([*flags, "--out", str(tmp_path)]) == 2
-    assert flags[1] in capsys.readouterr().err

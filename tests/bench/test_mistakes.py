@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from bench.check import mistakes, overload_router
-from bench.harness.catalogue import BENCHES
+from bench.check import mistakes
 from pla_sglang import launch_cluster
 
 
@@ -68,10 +66,3 @@ def test_figures() -> None:
     assert not mistakes.is_right(mistakes.sum_up({})), "none was made"
     assert mistakes.ratio_of({"alone": {"p50": 1.0}, "beside": {"p50": None}}) is None
     assert mistakes.table_rows({"pair": ROW})[0][4:7] == ["1.000 / 1.020", "2.000 / 2.100", "1.05"]
-
-
-def test_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for flags in (["--parts", "faults"], ["--fleets", "stock"]):
-        assert BENCHES["overload_router"].main([*flags, "--out", str(tmp_path)]) == 2
-        assert " ".join([flags[0], repr(flags[1])]) in capsys.readouterr().err
-    assert overload_router.PARTS == ("overload", "mistakes")

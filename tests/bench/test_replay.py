@@ -5,14 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from aiohttp import web
 
-from bench.harness.catalogue import BENCHES
 from bench.harness.replay import Planned, Record, Replay, count_wrong, figures, name_prefixes, plan, served
 from pla_sglang.sim import chain
 from pla_sglang.sim.metrics.goodput import Slo
@@ -226,27 +224,3 @@ def test_latency_counts_from_when_a_request_was_due() -> None:
     columns = served([record], 2.0)
     assert columns.ttft_s()[0] == pytest.approx(1.5)  # device time at scale 2
     assert columns.tpot_s()[0] == pytest.approx(0.5)
-
-
-@pytest.mark.parametrize(
-    ("raw", "message"),
-    [
-        (b"", "ended before its last token"),
-        (b'data: {"output_ids": [1], "meta_info": {"completion_tokens": 1}}\n\n', "ended before its last token"),
-        (b"data: {broken\n\n", "the stream is broken"),
-        (b'data: {"error": {"message": "no"}}\n\n', "server error"),
-    ],
-)
-def test_streams_that_break_off_are_errors(raw: bytes, message: str) -> None:
-    record = Record(Planned(0, 0.0, [800], 2), 0.0, status=200, raw=bytearray(raw))
-    record.settle()
-    assert message in (record.error or "")
-
-
-def test_an_unreachable_server_and_a_bad_trace_are_plain_errors(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "trace.csv"
-    path.write_text("arrival_s,input_tokens,output_tokens\n0,10,1\n")
-    assert BENCHES["replay"].main(["--url", "http://127.0.0.1:9", "--trace", str(path)]) == 2
-    assert "no healthy server answers" in capsys.readouterr().err

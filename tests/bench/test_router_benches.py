@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from bench.check import parity, router_clients
-from bench.check.chaos import bench as chaos
 from bench.harness.catalogue import BENCHES
 from pla_sglang.policy.registry import live_policy_names
 
@@ -41,14 +40,3 @@ def test_the_load_client_gets_stock_flags_only() -> None:
     command = router_clients.command_of(BENCHES["router_clients"].parse(), "sglang", "http://x", "m")
     assert command[:2] == ["-m", "sglang.bench_serving"]
     assert not [part for part in command if "pla" in part]
-
-
-def test_the_page_of_chaos_shows_failures_as_what_they_are() -> None:
-    result: dict[str, Any] = dict.fromkeys((*chaos.CHAOS_ROWS, "abort_probes"), 3)
-    result |= {"transfer_failure_share": 0.05, "ledger_balanced": True, "gauges_zero": False, "kv_free": True}
-    times = [f"decode_free_after_{name}_{share}_s" for name in ("abort", "order") for share in ("p50", "p99")]
-    result |= dict.fromkeys(times, 0.25) | {"rate": 12.0, "policy": "pla", "killed": ["decode-0"]}
-    page = chaos.page(WHERE | result)
-    assert "| failed otherwise | 3 |" in page
-    assert "| nothing left behind | NO |" in page
-    assert "SIGKILL of `decode-0`" in page

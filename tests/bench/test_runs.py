@@ -218,23 +218,3 @@ def test_an_interrupt_stops_every_server(model: Path, tmp_path: Path) -> None:
 def _children(pid: int) -> list[int]:
     text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
     return [int(part) for part in text.split()]
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--arms", "stock,fast"], "arm 'fast' is not known"),
-        (["--peer", "newer"], "is not of the form NAME=PYTHON:FLAGS"),
-        (["--peer", "newer=/no/python:"], "is not an executable file"),
-    ],
-)
-def test_bad_arms_are_named(
-    flags: list[str], message: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert BENCHES["hol"].main(common(model, tmp_path / "out", *flags)) == 1
-    assert message in capsys.readouterr().err
-
-
-def test_a_model_path_without_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert BENCHES["hol"].main(["--model-path", str(tmp_path)]) == 2
-    assert "holds no config.json" in capsys.readouterr().err

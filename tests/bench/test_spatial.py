@@ -7,12 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import pyarrow as pa
-import pyarrow.parquet as parquet
 import pytest
 
 from bench.compare import spatial
-from bench.compare.spatial import figures, flips, missed, plot, rate, summary
+from bench.compare.spatial import figures, flips, missed, rate, summary
 from bench.compare.spatial_arms import (
     BOUNDARY_TOKENS,
     DEFAULT_ARMS,
@@ -31,10 +29,8 @@ from bench.harness.catalogue import BENCHES
 from bench.harness.replay import Planned, Record, text_body
 from bench.harness.servers import router_command
 from bench.harness.steps import Steps
-from bench.harness.talks import load_tokenizer
 from pla_sglang import launch_cluster, launch_router
 from pla_sglang.common.errors import ConfigError
-from pla_sglang.plugin.demo import demo_model_path
 from pla_sglang.sim import chain
 
 TELEMETRY = "tcp://127.0.0.1:9"
@@ -354,39 +350,3 @@ def test_a_finished_run_is_shown_without_any_engine(tmp_path: Path, capsys: pyte
     assert "| `spatial` | 25.0% | 0.0% | 100.0% | 25.0% |" in page
     assert "\nAt constant load 1 moves while the pools settle, 0 after." in page
     assert "Moves under the shifting load: long at 1 s. Targets missed: the pools" in page
-
-
-def test_without_time_nothing_starts(tmp_path: Path) -> None:
-    assert BENCHES["spatial"].main(["--budget-s", "5", "--out", str(tmp_path)]) == 1
-    assert BENCHES["spatial"].main(["--arms", "fast", "--out", str(tmp_path)]) == 2
-
-
-def test_picture(tmp_path: Path) -> None:
-    rows = {"spatial": [row(record(0, 1.0), moves=[3.0])], "router:bucket": [row(record(0, 9.0, tokens=600))]}
-    arms = {arm: figures(own, 0.4, 30.0) for arm, own in rows.items()}
-    shifting = arms["spatial"] | {"short_rps": [1.0, 2.0], "long_rps": [2.0, 1.0], "duration_s": 18.0}
-    plot({"arms": arms, "shifting": shifting}, tmp_path / "made" / "x.png", "title")
-    assert (tmp_path / "made" / "x.png").stat().st_size > 5000
-
-
-def test_recorded_conversations_take_the_place_of_drawn_ones(tmp_path: Path) -> None:
-    """LMSYS-Chat-1M as published, by the tokenizer of the model; turns, prompts and history are those of the file."""
-    path, words = tmp_path / "chat.parquet", "one two three "
-    talks = [[words, words], [words * 2000, words]]
-    messages = [
-        [{"role": role, "content": text} for said in talk for role, text in (("user", said), ("assistant", "yes"))]
-        for talk in talks
-    ]
-    parquet.write_table(pa.table({"conversation_id": ["a", "b"], "conversation": messages}), path)
-    options = BENCHES["spatial"].parse("--dataset", str(path), "--short-rps", "5", "--long-rps", "2", "2")
-    work = spatial.works_of(options)["changing"]
-    encode = load_tokenizer(demo_model_path())
-    short, long = (len(encode(talk[0])) for talk in talks)
-    assert short < BOUNDARY_TOKENS <= long
-    trace = work.trace(1)
-    assert set(trace.input_tokens.tolist()) <= {short, 2 * short + OUTPUT_TOKENS, long, long + OUTPUT_TOKENS + short}
-    assert trace.input_tokens.tolist().count(short) == pytest.approx(150, abs=40)
-    assert (work.trace(1).arrival_s == trace.arrival_s).all()
-    assert work.describe()["lengths"].startswith("chat.parquet, tokens of ")
-    drawn = spatial.works_of(BENCHES["spatial"].parse())["changing"]
-    assert drawn.describe()["lengths"] == "drawn from a model of lengths"

@@ -104,20 +104,6 @@ def test_a_round_that_only_one_arm_has_had_is_not_compared() -> None:
     assert (result["ttft_ratio"], result["throughput_ratio"]) == (2.0, None)
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--engines", "3"], "--engines 3 is not allowed; allowed: even numbers"),
-        (["--rate", "190"], "--rate 190"),
-        (["--rounds", "0"], "--rounds 0"),
-    ],
-)
-def test_bad_values(live: LiveStandIns, tmp_path: Path, capsys: Any, flags: list[str], message: str) -> None:
-    assert BENCHES["stateless"].main([*flags, "--out", str(tmp_path)]) == 2
-    assert message in capsys.readouterr().err
-    assert live.clusters == []
-
-
 def test_a_router_is_waited_for_until_its_instances_are_connected(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rows are those of a control plane before fakes of instances."""
     answers: list[Any] = []

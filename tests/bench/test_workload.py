@@ -14,16 +14,9 @@ from bench.harness.workload import (
     hol_requests,
     overload_requests,
     poisson_arrivals,
-    solo_requests,
 )
 
 WORDS = Vocabulary(tuple(range(3, 500)))
-
-
-def test_the_issue_at_full_scale() -> None:
-    shape = HolShape.of_issue(1)
-    assert (shape.long_count, shape.long_tokens, shape.short_count, shape.short_tokens) == (18, 24_000, 11, 2_000)
-    assert shape.chunk_tokens == 8192
 
 
 def test_scale_shrinks_lengths_and_chunk_but_not_counts() -> None:
@@ -92,11 +85,6 @@ def test_overload_places_its_longs() -> None:
     )
     assert [r.at_s for r in requests if r.kind == "long"] == [2.0, 5.0]
     assert sum(r.kind == "short" for r in requests) == pytest.approx(200, rel=0.3)
-
-
-def test_solo_prompts_differ_from_each_other() -> None:
-    requests = solo_requests(HolShape.of_issue(50), WORDS, kind="short", count=5, salt="x")
-    assert len({r.input_ids for r in requests}) == 5
 
 
 def test_vocabulary_leaves_out_special_tokens(tmp_path: Path) -> None:

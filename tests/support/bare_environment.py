@@ -103,14 +103,3 @@ class BareEnvironment:
         """Those of ``modules`` that cannot be imported."""
         script = "import importlib.util, sys; print(*(n for n in sys.argv[1:] if not importlib.util.find_spec(n)))"
         return self.run("-c", script, *modules).split()
-
-    def imported_by(self, module: str, *arguments: str) -> set[str]:
-        """Top-level modules in memory after ``python -m module arguments``."""
-        script = (
-            "import runpy, sys\n"
-            "sys.argv = sys.argv[1:]\n"
-            "try:\n    runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)\n"
-            "except SystemExit as end:\n    assert not end.code, end.code\n"
-            "print(*sorted({name.split('.')[0] for name in sys.modules}))"
-        )
-        return set(self.run("-c", script, module, *arguments).splitlines()[-1].split())

@@ -42,7 +42,7 @@ CLI = (
         key="tokenizer_manager.create_tokenized_object",
         hook=Hook.AROUND,
         why="A scheduler ends with one message of other types or ranges than it expects; it is refused with 400.",
-        verify="tests/plugin/test_request_checks.py; tests/e2e/test_poison.py: such requests end nothing; bench poison",
+        verify="tests/plugin/test_request_checks.py; tests/e2e/test_poison.py: such requests end nothing",
     ),
     Subscriber(
         id="guard.logprobs",

@@ -16,7 +16,7 @@ import msgspec
 
 from pla_sglang.fleet.actuators.interface import ActuatorError, StartedInstance
 from pla_sglang.fleet.actuators.kubernetes_client import CONFLICT, NOT_FOUND, ApiError, KubernetesClient, Resource
-from pla_sglang.fleet.actuators.kubernetes_lease import DURATION_S, KubernetesLease
+from pla_sglang.fleet.actuators.kubernetes_lease import KubernetesLease
 from pla_sglang.fleet.actuators.kubernetes_orders import Orders, Pod, find_obstacle
 
 FLEET_LABEL, KIND_LABEL = "pla-sglang/fleet", "pla-sglang/kind"  # of a Deployment and of its pods
@@ -72,16 +72,13 @@ class KubernetesActuator:
         fleet: str,
         identity: str,
         *,
-        lease_duration_s: int = DURATION_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._client = KubernetesClient("--actuator kubernetes")
         self._fleet, self._clock = fleet, clock
         self._deployments = Resource("apis/apps/v1", namespace, "deployments")
         self._pods = Resource("api/v1", namespace, "pods")
-        self.lease = KubernetesLease(
-            self._client, namespace, f"{fleet}-planner", identity, duration_s=lease_duration_s, clock=clock
-        )
+        self.lease = KubernetesLease(self._client, namespace, f"{fleet}-planner", identity, clock=clock)
         self._changing = asyncio.Lock()
         self._listed: tuple[float, list[StartedInstance]] | None = None
 

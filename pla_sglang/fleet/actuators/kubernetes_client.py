@@ -12,7 +12,6 @@ from collections.abc import AsyncIterator, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import aiohttp
 import msgspec
 import yaml
 
@@ -66,6 +65,9 @@ class KubernetesClient:
 
     def __init__(self, flag: str) -> None:
         self._configuration = load_configuration(flag)
+        from aiohttp import ClientError  # of that package, which is there
+
+        self._failures = (OSError, ClientError, TimeoutError)
         self._client: Any = None
 
     async def ask(
@@ -77,7 +79,7 @@ class KubernetesClient:
             async with asyncio.timeout(ANSWER_TIMEOUT_S):
                 response = await self._send(method, path, body, query or {})
                 answer = await response.read()
-        except (OSError, aiohttp.ClientError, TimeoutError) as error:
+        except self._failures as error:
             raise ApiError(f"{what}: no answer of Kubernetes: {_say(error)}") from None
         if response.status >= 400:
             raise ApiError(f"{what}: {response.status} {_read_reason(answer)}", response.status)
@@ -99,7 +101,7 @@ class KubernetesClient:
                         status = event.get("object") or {}
                         raise ApiError(f"{what}: {status.get('message')}", status.get("code"))
                     yield event
-        except (OSError, aiohttp.ClientError, TimeoutError, ValueError) as error:
+        except (*self._failures, ValueError) as error:
             raise ApiError(f"{what}: broke off: {_say(error)}") from None
 
     async def close(self) -> None:
@@ -107,9 +109,7 @@ class KubernetesClient:
             await self._client.close()
             self._client = None
 
-    async def _send(
-        self, method: str, path: str, body: Any, query: Mapping[str, str], *, watches: bool = False
-    ) -> aiohttp.ClientResponse:
+    async def _send(self, method: str, path: str, body: Any, query: Mapping[str, str], *, watches: bool = False) -> Any:
         from kubernetes.aio import client
 
         if self._client is None:  # its connections belong to the event loop
@@ -117,8 +117,7 @@ class KubernetesClient:
         headers = {"Accept": "application/json"}
         if body is not None:
             headers["Content-Type"] = MERGE if method == "PATCH" else "application/json"
-        timeout = aiohttp.ClientTimeout(connect=ANSWER_TIMEOUT_S, sock_read=WATCH_S + ANSWER_TIMEOUT_S)
-        sent: aiohttp.ClientResponse = await self._client.call_api(
+        return await self._client.call_api(
             path,
             method,
             query_params=list(query.items()),
@@ -126,9 +125,8 @@ class KubernetesClient:
             body=body,
             auth_settings=["BearerToken"],
             _preload_content=False,
-            _request_timeout=timeout if watches else None,
+            _request_timeout=(ANSWER_TIMEOUT_S, WATCH_S + ANSWER_TIMEOUT_S) if watches else None,
         )
-        return sent
 
 
 def load_configuration(flag: str) -> Any:

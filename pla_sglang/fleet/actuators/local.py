@@ -23,10 +23,9 @@ class LocalActuator:
         ConfigError: a state file cannot be there.
     """
 
-    def __init__(self, state_file: Path, *, timeout_s: float = ANSWER_TIMEOUT_S) -> None:
+    def __init__(self, state_file: Path) -> None:
         require_state_file("--actuator local:STATE_FILE", state_file)
         self._state_file = state_file
-        self._timeout_s = timeout_s
         self.lease = FileLease(lease_path(state_file))
 
     async def start_instance(self, kind: str, plan: int) -> StartedInstance:
@@ -45,7 +44,7 @@ class LocalActuator:
         self.lease.release()
 
     async def _ask(self, *words: str) -> Any:
-        answer = await asyncio.to_thread(send_command, self._state_file, words, self._timeout_s)
+        answer = await asyncio.to_thread(send_command, self._state_file, words, ANSWER_TIMEOUT_S)
         try:
             return json.loads(answer)
         except ValueError:

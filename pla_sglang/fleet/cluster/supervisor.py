@@ -93,14 +93,14 @@ class Supervisor:
         self._by_plan: dict[int, Instance] = {}  # likewise: a number starts one instance, once
         self._starts: dict[str, asyncio.Task[None]] = {}  # added members until they are ready, by name
         self._removals: dict[str, asyncio.Task[None]] = {}  # members on their way out, by name
-        self.router = self._make_router(free_port)
+        self.router = self._make_router()
         self.ready = asyncio.Event()
         self._sink = sink
         self._tls = config.tls.client_context()
         self._errors = LastErrors()
         self._environment = ENVIRONMENT | environment
         self._state_file = state_file
-        self._stop = asyncio.Event()
+        self._stopping = False
         self._ended = asyncio.Event()  # nothing is left running
         self._orders: set[asyncio.Task[Any]] = set()  # of the control socket, under way
         self._changed = asyncio.Event()
@@ -111,12 +111,12 @@ class Supervisor:
         self._measured: dict[str, Any] = {}  # what the state file says about the start, once all are ready
         self._started_s = 0.0
 
-    def _make_router(self, free_port: Callable[[], int]) -> Instance | None:
+    def _make_router(self) -> Instance | None:
         if self.config.router == "none":
             return None
-        port = self.config.router_port or free_port()
+        port = self.config.router_port or self._free_port()
         specs = [engine.spec for engine in self.engines if engine.spec is not None]
-        command = router_arguments(self.config, specs, port, free_port())
+        command = router_arguments(self.config, specs, port, self._free_port())
         return Instance(ROUTER, f"{self.config.tls.scheme}://{self.config.host}:{port}", command=tuple(command))
 
     @property
@@ -130,7 +130,8 @@ class Supervisor:
         return [one for one in self.engines if one.name not in self._removals or one.state is not State.DEAD]
 
     def stop(self) -> None:
-        self._stop.set()
+        self._stopping = True
+        self._changed.set()
 
     async def run(self) -> None:
         """Start everything, serve until ``stop``, end everything.
@@ -174,10 +175,10 @@ class Supervisor:
             await self._wait_for(lambda: self._forked, "the fork server")
             for engine in self.engines:
                 self._launch_member(engine)
-            for group in (self.engines, [self.router] if self.router is not None else []):
-                if group and group[0].spec is None:
-                    self._launch_member(group[0])
-                await asyncio.gather(*(self._wait_ready(member, http) for member in group))
+            await asyncio.gather(*(self._wait_ready(engine, http) for engine in self.engines))
+            if self.router is not None:
+                self._launch_member(self.router)
+                await self._wait_ready(self.router, http)
         pss_bytes = tree_pss_bytes(os.getpid())
         self._log_line(
             f"all {len(self.members)} ready after {self._elapsed_s():.1f} s, memory (PSS) {pss_bytes / 2**30:.2f} GiB"
@@ -188,8 +189,7 @@ class Supervisor:
 
     def _log_request(self) -> None:
         """A request to try, where anybody answers whole ones."""
-        whole = [engine for engine in self.engines if engine.spec is not None and engine.spec.kind in WHOLE]
-        front = self.router or (whole[0] if whole else None)
+        front = self.router or next((engine for engine in self.engines if engine.kind in WHOLE), None)
         if front is None:
             return
         arguments = [*self.config.common, *self.config.router_extra]
@@ -230,7 +230,7 @@ class Supervisor:
     def _check_start(self, what: str) -> None:
         if self._failure is not None:
             raise ClusterError(self._failure)
-        if self._stop.is_set():
+        if self._stopping:
             raise asyncio.CancelledError
         if not self.ready.is_set() and self._elapsed_s() > self.config.start_timeout_s:
             raise ClusterError(f"{what} is not ready {self.config.start_timeout_s:g} s after the start")
@@ -240,12 +240,10 @@ class Supervisor:
         reading, writing = os.pipe()
         try:
             if member.spec is not None:
-                argv = with_own_rendezvous(member.spec.argv, self._free_port)
-                self._children.fork_process(member.name, argv, writing)
+                argv, module = with_own_rendezvous(member.spec.argv, self._free_port), None
             else:
-                self._children.fork_process(
-                    member.name, member.command, writing, module=ROUTER_MODULES[self.config.router]
-                )
+                argv, module = member.command, ROUTER_MODULES[self.config.router]
+            self._children.fork_process(member.name, argv, writing, module=module)
         finally:
             os.close(writing)
         member.launched_s = time.monotonic()
@@ -259,14 +257,13 @@ class Supervisor:
     # -- life ------------------------------------------------------------------------------------------------------
 
     async def _until_stopped(self) -> None:
-        while not self._stop.is_set():
+        while True:
+            self._changed.clear()
+            if self._stopping:
+                return
             if self._failure is not None:
                 raise ClusterError(self._failure)
-            self._changed.clear()
-            waits = [asyncio.ensure_future(event.wait()) for event in (self._stop, self._changed)]
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            for wait in waits:
-                wait.cancel()
+            await self._changed.wait()
 
     def _on_event(self) -> None:
         assert self._children is not None
@@ -292,7 +289,7 @@ class Supervisor:
         expected = member.state is State.STOPPING
         member.move_to(State.DEAD)
         member.exit_status, member.pid, member.ended_s = status, None, time.monotonic()
-        if not expected and not self._stop.is_set():
+        if not expected and not self._stopping:
             self._log_line(f"{self._describe_end(member)}{self._describe_restart(member)}")
 
     def _describe_end(self, member: Instance, when: str = "") -> str:
@@ -318,7 +315,7 @@ class Supervisor:
         down for ``FORGOTTEN_S``. A stateless one may drain first. Raises ClusterError.
         """
         member = self._find_member(name)
-        await self._bring_down(member, self._drain_s)
+        await self._await_end(member, self._order_end(member, self._drain_s))
         await asyncio.sleep(max(0.0, self.may_start_s(member) - time.monotonic()))
         self._check_start(name)
         if name in self._removals or member not in self.members:
@@ -332,9 +329,6 @@ class Supervisor:
         async with self._open_client() as http:
             await self._wait_ready(member, http)
 
-    async def _bring_down(self, member: Instance, drain_s: float) -> None:
-        await self._await_end(member, self._order_end(member, drain_s))
-
     def _order_end(self, member: Instance, drain_s: float) -> float:
         """A stateless one that is ready has ``drain_s`` to finish what it does; 0: as any other, no time.
 
@@ -345,7 +339,7 @@ class Supervisor:
             start.cancel()
         if member.state not in (State.STARTING, State.READY):
             return math.inf  # it has ended, or whoever has ordered its end kills it
-        drains = drain_s > 0 and member.state is State.READY and _is_stateless(member)
+        drains = drain_s > 0 and member.state is State.READY and member.kind == "stateless"
         member.move_to(State.STOPPING)
         # The process that serves HTTP waits for its requests; its scheduler would end at once.
         (self._children.kill_first if drains else self._children.kill_group)(member.name, signal.SIGTERM)
@@ -367,8 +361,7 @@ class Supervisor:
 
     def _must_be_forgotten(self, member: Instance) -> bool:
         """True if decode instances know addresses of ``member``."""
-        decodes = any(engine.spec is not None and engine.spec.kind == "decode" for engine in self.engines)
-        return decodes and member.spec is not None and member.spec.kind in ("prefill", "stateless")
+        return member.kind in ("prefill", "stateless") and any(engine.kind == "decode" for engine in self.engines)
 
     # -- members that come and go ----------------------------------------------------------------------------------
 
@@ -536,10 +529,6 @@ class Supervisor:
 
     def _log_line(self, text: str) -> None:
         self._sink("cluster", text)
-
-
-def _is_stateless(member: Instance) -> bool:
-    return member.spec is not None and member.spec.kind == "stateless"
 
 
 def _name_signal(number: int) -> str:

@@ -8,7 +8,10 @@ plugin ServiceAccount is to be off.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -33,15 +36,21 @@ from pla_sglang.fleet.router.control.workers.worker_service import WorkerService
 ROUTER = Path(__file__).parents[3] / "examples/kubernetes/router.yaml"
 
 
+Kube = Callable[[], contextlib.AbstractAsyncContextManager[KubeScene]]
+
+
+@pytest.fixture
+def kube(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Kube:
+    return functools.partial(kube_scene, tmp_path, monkeypatch)
+
+
 async def list_by_plan(one: KubeScene, actuator: KubernetesActuator) -> dict[int | None, StartedInstance]:
     one.later()
     return {row.plan: row for row in await actuator.list_instances()}
 
 
-async def test_a_start_is_one_more_pod_and_the_next_that_comes_is_its_instance(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with kube_scene(tmp_path, monkeypatch) as one:
+async def test_a_start_is_one_more_pod_and_the_next_that_comes_is_its_instance(kube: Kube) -> None:
+    async with kube() as one:
         await one.cluster.create("stateless", 1)
         actuator = one.open_actuator()
         started = await actuator.start_instance("stateless", 7)
@@ -63,10 +72,8 @@ async def test_a_start_is_one_more_pod_and_the_next_that_comes_is_its_instance(
         assert [row.plan for row in await one.open_actuator("another").list_instances()].count(7) == 1
 
 
-async def test_the_one_that_was_chosen_leaves_however_old_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with kube_scene(tmp_path, monkeypatch) as one:
+async def test_the_one_that_was_chosen_leaves_however_old_it_is(kube: Kube) -> None:
+    async with kube() as one:
         await one.cluster.create("stateless", 3)
         actuator = one.open_actuator()
         for row in await actuator.list_instances():
@@ -84,10 +91,8 @@ async def test_the_one_that_was_chosen_leaves_however_old_it_is(
         assert await one.cluster.count("stateless") == 0
 
 
-async def test_a_plan_that_is_over_starts_nothing_and_its_instance_is_gone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with kube_scene(tmp_path, monkeypatch) as one:
+async def test_a_plan_that_is_over_starts_nothing_and_its_instance_is_gone(kube: Kube) -> None:
+    async with kube() as one:
         await one.cluster.create("stateless", 1)
         actuator = one.open_actuator()
         await actuator.start_instance("stateless", 7)
@@ -101,8 +106,8 @@ async def test_a_plan_that_is_over_starts_nothing_and_its_instance_is_gone(
         assert await one.cluster.count("stateless") == 1
 
 
-async def test_a_start_without_a_pod_can_be_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with kube_scene(tmp_path, monkeypatch) as one:
+async def test_a_start_without_a_pod_can_be_taken_back(kube: Kube) -> None:
+    async with kube() as one:
         await one.cluster.create("stateless", 1)
         actuator = one.open_actuator()
         await actuator.start_instance("stateless", 7)
@@ -112,10 +117,8 @@ async def test_a_start_without_a_pod_can_be_taken_back(tmp_path: Path, monkeypat
         assert list(await list_by_plan(one, actuator)) == [None]
 
 
-async def test_nobody_leaves_while_kubernetes_would_remove_another(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with kube_scene(tmp_path, monkeypatch) as one:
+async def test_nobody_leaves_while_kubernetes_would_remove_another(kube: Kube) -> None:
+    async with kube() as one:
         await one.cluster.create("stateless", 1)
         actuator = one.open_actuator()
         (old,) = await actuator.list_instances()
@@ -132,9 +135,9 @@ async def test_nobody_leaves_while_kubernetes_would_remove_another(
         assert [row.name for row in (await list_by_plan(one, actuator)).values()] == [old.name]
 
 
-async def test_a_start_waits_until_who_leaves_has_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_start_waits_until_who_leaves_has_left(kube: Kube) -> None:
     """Both changes together would be none, and nobody would leave."""
-    async with kube_scene(tmp_path, monkeypatch) as one:
+    async with kube() as one:
         await one.cluster.create("stateless", 2)
         actuator = one.open_actuator()
         leaves, stays = await actuator.list_instances()
@@ -152,8 +155,8 @@ async def test_a_start_waits_until_who_leaves_has_left(tmp_path: Path, monkeypat
         assert sorted(row.name for row in await actuator.list_instances()) == sorted([stays.name, "stateless-7"])
 
 
-async def test_a_pod_that_replaces_another_has_its_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with kube_scene(tmp_path, monkeypatch) as one:
+async def test_a_pod_that_replaces_another_has_its_plan(kube: Kube) -> None:
+    async with kube() as one:
         await one.cluster.create("stateless", 1)
         actuator = one.open_actuator()
         assert not actuator.lease.held
@@ -172,8 +175,8 @@ async def test_a_pod_that_replaces_another_has_its_plan(tmp_path: Path, monkeypa
         assert after.url not in ("", before.url)
 
 
-async def test_what_somebody_else_scales_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with kube_scene(tmp_path, monkeypatch) as one:
+async def test_what_somebody_else_scales_is_seen(kube: Kube) -> None:
+    async with kube() as one:
         await one.cluster.create("stateless", 1)
         await one.cluster.create("decode", 1)
         actuator = one.open_actuator()
@@ -192,9 +195,9 @@ async def test_what_somebody_else_scales_is_seen(tmp_path: Path, monkeypatch: py
         assert [row.kind for row in await actuator.list_instances()] == ["decode"]
 
 
-async def test_orders_at_once_are_each_carried_out_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_orders_at_once_are_each_carried_out_once(kube: Kube) -> None:
     """Of two routers even, whose leases have failed them."""
-    async with kube_scene(tmp_path, monkeypatch) as one:
+    async with kube() as one:
         await one.cluster.create("stateless", 1)
         actuators = [one.open_actuator(f"router-{number}") for number in range(2)]
         plans = range(1, 7)
@@ -209,8 +212,8 @@ async def test_orders_at_once_are_each_carried_out_once(tmp_path: Path, monkeypa
 
 
 @pytest.mark.parametrize("kind", ["prefill", "nonsense"])
-async def test_kinds_that_do_not_exist_are_refused(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with kube_scene(tmp_path, monkeypatch) as one:
+async def test_kinds_that_do_not_exist_are_refused(kube: Kube, kind: str) -> None:
+    async with kube() as one:
         actuator = one.open_actuator()
         with pytest.raises(ActuatorError, match="there is no Deployment in namespace"):
             await actuator.list_instances()
@@ -221,15 +224,15 @@ async def test_kinds_that_do_not_exist_are_refused(kind: str, tmp_path: Path, mo
         await actuator.stop_instance("nobody")
 
 
-async def test_pods_whose_port_is_named_https_are_reached_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with kube_scene(tmp_path, monkeypatch) as one:
+async def test_pods_whose_port_is_named_https_are_reached_so(kube: Kube) -> None:
+    async with kube() as one:
         await one.cluster.create("stateless", 1, port_name="https", port=30443)
         (row,) = await one.open_actuator().list_instances()
         assert row.url == "https://10.0.0.1:30443"
 
 
-async def test_a_deployment_without_our_port_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with kube_scene(tmp_path, monkeypatch) as one:
+async def test_a_deployment_without_our_port_is_said(kube: Kube) -> None:
+    async with kube() as one:
         await one.cluster.create("stateless", 1, port_name="metrics")
         with pytest.raises(ActuatorError, match="sglang-stateless has no container port named http or https"):
             await one.open_actuator().list_instances()
@@ -238,8 +241,8 @@ async def test_a_deployment_without_our_port_is_said(tmp_path: Path, monkeypatch
 # -- the lease ---------------------------------------------------------------------------------------------------------
 
 
-async def test_one_lease_of_two_and_it_is_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with kube_scene(tmp_path, monkeypatch) as one:
+async def test_one_lease_of_two_and_it_is_taken_over(kube: Kube) -> None:
+    async with kube() as one:
         first, second = one.open_actuator("first"), one.open_actuator("second")
         assert not first.lease.acquire(), "the server has not answered yet"
         assert await one.acquire(first)
@@ -263,8 +266,8 @@ async def test_one_lease_of_two_and_it_is_taken_over(tmp_path: Path, monkeypatch
         assert await one.acquire(first)
 
 
-async def test_two_that_find_no_lease_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with kube_scene(tmp_path, monkeypatch) as one:
+async def test_two_that_find_no_lease_at_once(kube: Kube) -> None:
+    async with kube() as one:
         both = [one.open_actuator(name) for name in ("first", "second")]
         for _ in range(3):
             assert sum(await asyncio.gather(*(one.acquire(each) for each in both))) <= 1
@@ -273,10 +276,8 @@ async def test_two_that_find_no_lease_at_once(tmp_path: Path, monkeypatch: pytes
 
 
 @stand_in_only
-async def test_the_server_is_not_asked_more_often_than_it_must_be(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with kube_scene(tmp_path, monkeypatch) as one:
+async def test_the_server_is_not_asked_more_often_than_it_must_be(kube: Kube) -> None:
+    async with kube() as one:
         await one.cluster.create("stateless", 1)
         actuator = one.open_actuator()
         await one.acquire(actuator)
@@ -292,9 +293,9 @@ async def test_the_server_is_not_asked_more_often_than_it_must_be(
 
 @stand_in_only
 async def test_the_role_of_the_example_allows_what_is_asked_and_no_more(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kube: Kube, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with kube_scene(tmp_path, monkeypatch) as one:
+    async with kube() as one:
         await one.cluster.create("stateless", 1, name=FLEET)
         monkeypatch.setenv("KUBECONFIG", str(write_kubeconfig(tmp_path / "router", one.api.url, token="router")))
         service = WorkerService(f"{one.namespace}/{FLEET}", WorkerTable(BreakerKnobs()), StateFile(None), one.clock)
@@ -334,8 +335,8 @@ def read_right(request: Request) -> tuple[str, str, str]:
 
 
 @stand_in_only
-async def test_a_scale_that_is_refused_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with kube_scene(tmp_path, monkeypatch) as one:
+async def test_a_scale_that_is_refused_is_one_line(kube: Kube) -> None:
+    async with kube() as one:
         await one.cluster.create("stateless", 1)
         actuator = one.open_actuator()
         one.api.fail("PATCH", "/sglang-stateless", 403, "exceeded quota:\n gpus, limited: 8")
@@ -349,10 +350,10 @@ async def test_a_scale_that_is_refused_is_one_line(tmp_path: Path, monkeypatch: 
 @stand_in_only
 @pytest.mark.parametrize("times", [3, TRIES])
 async def test_conflicts_are_tried_again_but_not_for_ever(
-    times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kube: Kube, times: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kubernetes_actuator, "PAUSE_S", 0.0)
-    async with kube_scene(tmp_path, monkeypatch) as one:
+    async with kube() as one:
         await one.cluster.create("stateless", 1)
         actuator = one.open_actuator()
         one.api.fail("PATCH", "/sglang-stateless", 409, "the object has been modified", times)
@@ -365,10 +366,8 @@ async def test_conflicts_are_tried_again_but_not_for_ever(
 
 
 @stand_in_only
-async def test_a_server_that_is_away_is_said_and_the_lease_runs_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with kube_scene(tmp_path, monkeypatch) as one:
+async def test_a_server_that_is_away_is_said_and_the_lease_runs_out(kube: Kube) -> None:
+    async with kube() as one:
         await one.cluster.create("stateless", 1)
         actuator = one.open_actuator()
         assert await one.acquire(actuator)
@@ -390,10 +389,8 @@ async def test_a_server_that_is_away_is_said_and_the_lease_runs_out(
 
 @stand_in_only
 @pytest.mark.parametrize("orders", ["[]", "{", '{"started": {"x": 1}}'])
-async def test_an_annotation_that_is_not_ours_is_refused(
-    orders: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with kube_scene(tmp_path, monkeypatch) as one:
+async def test_an_annotation_that_is_not_ours_is_refused(kube: Kube, orders: str) -> None:
+    async with kube() as one:
         await one.cluster.create("stateless", 1)
         body = {"metadata": {"annotations": {"pla-sglang/orders": orders}}}
         await one.client.ask("PATCH", one.cluster.deployments.path("sglang-stateless"), body)
@@ -450,10 +447,10 @@ def test_without_the_package_one_line_says_what_to_install(monkeypatch: pytest.M
 
 @stand_in_only
 async def test_the_token_is_sent_and_never_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    kube: Kube, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("DEBUG")
-    async with kube_scene(tmp_path, monkeypatch) as one:
+    async with kube() as one:
         monkeypatch.setenv("KUBECONFIG", str(write_kubeconfig(tmp_path / "other", one.api.url, token="hunter2")))
         actuator = one.open_actuator()
         one.api.fail("GET", "deployments", 401, "Unauthorized")

@@ -36,24 +36,9 @@ def test_a_request_head() -> None:
     assert not parse_request(request(fields=HOST + closing), max_headers=9).keep_alive
 
 
-BAD = {
-    "no version": (b"GET /\r\n\r\n", 400),
-    "version 2": (request(b"GET / HTTP/2.0"), 505),
+BAD = {  # what is refused with 400 stands in support/http_cases.py
     "bare line feed": (b"GET / HTTP/1.1\nHost: x\r\n\r\n", 400),
-    "folded header": (request(fields=HOST + b"a: b\r\n c\r\n"), 400),
-    "space before colon": (request(fields=HOST + b"a : b\r\n"), 400),
-    "no name": (request(fields=HOST + b": b\r\n"), 400),
-    "null byte": (request(fields=HOST + b"a: \0\r\n"), 400),
-    "absolute target without a host": (request(b"GET http:///x HTTP/1.1"), 400),
-    "absolute target with a user": (request(b"GET http://u@evil/ HTTP/1.1"), 400),
-    "host with a space": (request(fields=b"Host: a b\r\n"), 400),
-    "chunks inside gzip": (request(fields=HOST + b"Transfer-Encoding: chunked, gzip\r\n"), 400),
-    "no host": (request(fields=b""), 400),
-    "two hosts": (request(fields=HOST * 2), 400),
-    "two lengths": (request(fields=HOST + b"Content-Length: 1\r\nContent-Length: 1\r\n"), 400),
-    "signed length": (request(fields=HOST + b"Content-Length: +1\r\n"), 400),
-    "listed length": (request(fields=HOST + b"Content-Length: 1, 1\r\n"), 400),
-    "length and chunks": (request(fields=HOST + b"Content-Length: 1\r\nTransfer-Encoding: chunked\r\n"), 400),
+    "version 2": (request(b"GET / HTTP/2.0"), 505),
     "gzip coding": (request(fields=HOST + b"Transfer-Encoding: gzip, chunked\r\n"), 501),
     "chunks twice": (request(fields=HOST + b"Transfer-Encoding: chunked\r\n" * 2), 501),
     "chunks in HTTP/1.0": (request(b"GET / HTTP/1.0", b"Transfer-Encoding: chunked\r\n"), 501),
@@ -62,7 +47,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_request_heads(name: str) -> None:
+def test_why_a_head_is_refused(name: str) -> None:
     raw, status = BAD[name]
     with pytest.raises(BadMessage) as caught:
         parse_request(raw, max_headers=9)
@@ -243,12 +228,6 @@ def test_nothing_is_put_into_the_middle_of_a_chunk() -> None:
         assert framing.at_boundary() is boundary
     assert not Sized(3).at_boundary()
     assert not UntilClose().at_boundary()
-
-
-def test_long_lines_and_trailers_are_refused() -> None:
-    for body in (b"1" * 5000, b"1;" + b"x" * 5000, b"0\r\n" + b"a: b\r\n" * 40, b"0\r\n" + b"a" * 5000):
-        with pytest.raises(BadMessage):
-            Chunked().feed_data(body, 0)
 
 
 def test_sized_bodies() -> None:

@@ -77,7 +77,6 @@ class UnclaimedRooms:
 
     def __init__(self) -> None:
         self._since_s: dict[int, float] = {}
-        self.forgotten = 0
 
     def __len__(self) -> int:
         return len(self._since_s)
@@ -89,7 +88,6 @@ class UnclaimedRooms:
         for room in [room for room, since_s in self._since_s.items() if now_s - since_s >= KEPT_S]:
             forget_room(manager, room)
             del self._since_s[room]
-            self.forgotten += 1
 
 
 class OpenRooms:

@@ -216,7 +216,8 @@ class Sender:
                 self._fail_transfer(leg, f"room {leg.req.bootstrap_room} is in use")
         elif outcome is SendPoll.FAILED:
             self._tell_receivers(leg)  # the host forgets who they are when it is asked what has failed
-            self.give_up(leg, self._failure(leg))
+            failed = f"Prefill transfer failed for request {leg.req.rid}"
+            self.give_up(leg, calls.explain_failure(leg.req.disagg_kv_sender, failed))
         elif outcome is SendPoll.DONE and leg.state is SendState.SENDING:
             self._complete(leg)
 
@@ -235,7 +236,6 @@ class Sender:
 
     def _end_unasked(self, leg: SendLeg) -> None:
         """Its handshake has failed: the host answers it."""
-        self._queue.queue = [other for other in self._queue.queue if other is not leg.req]
         self._end(leg)
         self.failed += 1
         steps = (
@@ -257,16 +257,12 @@ class Sender:
         )
         self._faults.run_all(steps, "ending a prefill part whose KV is gone")
 
-    def _failure(self, leg: SendLeg) -> str:
-        return calls.explain_failure(leg.req.disagg_kv_sender, f"Prefill transfer failed for request {leg.req.rid}")
-
     # -- giving up ---------------------------------------------------------------------------------------------------
 
     def give_up(self, leg: SendLeg, reason: str) -> None:
         """End a leg with an error as soon as that is safe. One that computes ends with the pass under way."""
         req, scheduler = leg.req, self._scheduler
         if leg.state in (SendState.HANDSHAKE, SendState.QUEUED):
-            self._queue.queue = [other for other in self._queue.queue if other is not req]
             scheduler.waiting_queue = [other for other in scheduler.waiting_queue if other is not req]
             self._end(leg)
             self.failed += reason != ABORTED
@@ -376,6 +372,8 @@ class Sender:
         return [leg for leg in self.legs.values() if leg.state in states]
 
     def _end(self, leg: SendLeg) -> None:
+        """It is in no list of this end any more, nor in its handshake."""
         leg.move(SendState.ENDED)
         self.legs.pop(id(leg.req), None)
+        self._queue.queue = [other for other in self._queue.queue if other is not leg.req]
         self._queue.rooms.end(leg.req.bootstrap_room)

@@ -13,7 +13,6 @@ import pytest
 from support.router_scene import QUICK, Scene, scene
 
 from pla_sglang.fleet.router.control.workers.breaker import BreakerKnobs, BreakerState
-from pla_sglang.fleet.router.control.workers.health import HealthKnobs
 from pla_sglang.fleet.router.control.workers.table import Worker, WorkerReason, WorkerState
 from pla_sglang.fleet.router.wire import messages as m
 
@@ -34,6 +33,17 @@ def answers(one: Scene) -> list[Any]:
     """Those to questions about attempts that are over."""
     said = [said for said in one.relay.told if isinstance(said, m.Assign | m.Refuse)]
     return [one for one in said if isinstance(one, m.Refuse) or one.attempt > 1]
+
+
+async def wait_for_answer(one: Scene) -> Any:
+    await one.until(lambda: answers(one))
+    [answer] = answers(one)
+    return answer
+
+
+def assert_goes_elsewhere(answer: Any, worker: Worker) -> None:
+    assert isinstance(answer, m.Assign)
+    assert answer.decode != worker.number
 
 
 async def settle(one: Scene, rid: str = "r") -> None:
@@ -71,8 +81,7 @@ async def test_who_may_be_what_an_instance_has_died_of_is_not_sent_to_another(
         early = not tokens and cause is not ABORTED
         if early and (goes_on or cause is LOST):  # it, or the others, may be heard of again
             assert answer is None
-            await one.until(lambda: answers(one))
-            [answer] = answers(one)
+            answer = await wait_for_answer(one)
         if goes_on:
             assert isinstance(answer, m.Assign), name
             assert answer.decode != worker.number
@@ -86,40 +95,22 @@ async def test_who_may_be_what_an_instance_has_died_of_is_not_sent_to_another(
         await settle(one)
 
 
-@pytest.mark.parametrize("tokens", [0, 3])
-async def test_an_instance_that_is_heard_of_again_has_not_died(tokens: int) -> None:
-    """Its network was away for a while, say, and a connection was lost in it."""
-    async with scene(THREE, **ON, health=PATIENT) as one:
+@pytest.mark.parametrize(
+    ("why", "cause", "tokens", "retry"),
+    [
+        ("it is heard of again: its network was away, say", LOST, 0, False),
+        ("... also where a stream was alone there", LOST, 3, False),
+        ("it may be frozen: nothing has ended there", m.Cause.SILENT, 3, False),
+        ("it may be to blame, and operators want it tried", LOST, 0, True),
+    ],
+)
+async def test_what_was_at_a_silent_instance_goes_elsewhere(why: str, cause: m.Cause, tokens: int, retry: bool) -> None:
+    async with scene(THREE, **ON, health=PATIENT, retry_suspects=retry) as one:
         worker = one.start("r", *SENT[: 2 if tokens else 1])
         die_first(one, worker, "r")
-        assert lose(one, worker.number, LOST, tokens=tokens) is None
-        await one.until(lambda: answers(one))
-        [answer] = answers(one)
-        assert isinstance(answer, m.Assign)
-        assert answer.decode != worker.number
-        await settle(one)
-
-
-async def test_a_stream_that_is_alone_at_a_silent_instance_goes_on() -> None:
-    """It may be frozen: nothing has ended there."""
-    async with scene(THREE, **ON, health=PATIENT) as one:
-        worker = one.start("r", *SENT)
-        die_first(one, worker, "r")
-        answer = lose(one, worker.number, m.Cause.SILENT, tokens=3)
-        assert isinstance(answer, m.Assign)
-        assert answer.decode != worker.number
-        await settle(one)
-
-
-async def test_with_retry_suspects_one_that_may_be_to_blame_goes_to_a_second_instance() -> None:
-    async with scene(THREE, **ON, health=PATIENT, retry_suspects=True) as one:
-        worker = one.start("r", m.Milestone.SENT)
-        die_first(one, worker, "r")
-        assert lose(one, worker.number, LOST) is None
-        await one.until(lambda: answers(one))
-        [answer] = answers(one)
-        assert isinstance(answer, m.Assign)
-        assert answer.decode != worker.number
+        answer = lose(one, worker.number, cause, tokens=tokens)
+        assert (answer is None) is (cause is LOST), why
+        assert_goes_elsewhere(answer or await wait_for_answer(one), worker)
         await settle(one)
 
 
@@ -231,8 +222,7 @@ async def test_where_nobody_is_heard_of_in_time_it_ends() -> None:
         for other in one.instances:
             await other.stop()
         assert lose(one, worker.number, LOST) is None
-        await one.until(lambda: answers(one))
-        [answer] = answers(one)
+        answer = await wait_for_answer(one)
         assert (answer.status, answer.code) == (502, "no_instance")
         for other in one.instances:
             await other.start()
@@ -254,15 +244,13 @@ async def test_an_answer_that_broke_off_before_anything_was_shown_waits_for_a_ch
             await instance.stop()
         one.plane.on_message(m.Failure(worker.number, m.FailureKind.BROKEN, "", "r"))
         assert lose(one, worker.number, BROKEN) is None
-        await one.until(lambda: answers(one))
-        [answer] = answers(one)
+        answer = await wait_for_answer(one)
         if found == "well":
             assert isinstance(answer, m.Refuse)
             assert "is well" in answer.message
             assert 'move_failures_total{reason="is_well"} 1.0' in one.admin("GET", "/metrics")[1]
         else:
-            assert isinstance(answer, m.Assign)
-            assert answer.decode != worker.number
+            assert_goes_elsewhere(answer, worker)
         if found == "gone":
             await instance.start()
         await settle(one)
@@ -274,8 +262,7 @@ async def test_an_answer_that_broke_off_where_nobody_knows_the_instance_goes_on(
     async with scene(THREE, **ON) as one:
         one.start("r", m.Milestone.SENT)
         one.ask_again("r", 1, BROKEN, over={"lost_with": lost_with})
-        await one.until(lambda: answers(one))
-        assert isinstance(answers(one)[0], m.Assign)
+        assert isinstance(await wait_for_answer(one), m.Assign)
         await settle(one)
 
 
@@ -283,10 +270,8 @@ async def test_with_retry_suspects_an_answer_that_broke_off_waits_for_no_check()
     async with scene(THREE, **ON, retry_suspects=True) as one:
         worker = one.start("r", m.Milestone.SENT)
         assert lose(one, worker.number, BROKEN) is None  # but for a word of another
-        await one.until(lambda: answers(one))
-        [answer] = answers(one)
-        assert isinstance(answer, m.Assign)
-        assert answer.decode != worker.number
+        answer = await wait_for_answer(one)
+        assert_goes_elsewhere(answer, worker)
         await settle(one)
 
 
@@ -304,8 +289,7 @@ async def test_nobody_who_checks_it_is_no_reason_to_wait_for_ever() -> None:
     async with scene(THREE, **ON, health=health) as one:
         worker = one.start("r", m.Milestone.SENT)
         assert lose(one, worker.number, BROKEN) is None  # the report of it is lost, so nobody asks for a check
-        await one.until(lambda: answers(one))
-        assert isinstance(answers(one)[0], m.Assign)
+        assert isinstance(await wait_for_answer(one), m.Assign)
         await settle(one)
 
 
@@ -348,8 +332,7 @@ async def test_an_instance_that_drains_is_the_last_resort(tokens: int) -> None:
         other = one.plane.table.by_number[1 - worker.number]
         assert one.admin("POST", f"/workers/{other.number}/drain")[0] == 202
         lose(one, worker.number, LOST, tokens=tokens)
-        await one.until(lambda: answers(one))
-        [answer] = answers(one)
+        answer = await wait_for_answer(one)
         assert isinstance(answer, m.Assign)
         assert answer.decode == other.number
         story = one.admin("GET", "/pla/explain/r")[1]["attempts"][1]
@@ -377,10 +360,8 @@ async def test_a_stream_waits_for_the_successor_that_the_table_does_not_know_yet
         assert lose(one, worker.number, LOST, tokens=3) is None
         await asyncio.sleep(0.2)
         await one.instances[0].start()
-        await one.until(lambda: answers(one))
-        [answer] = answers(one)
-        assert isinstance(answer, m.Assign)
-        assert answer.decode != worker.number
+        answer = await wait_for_answer(one)
+        assert_goes_elsewhere(answer, worker)
         one.reach("r", m.Milestone.FIRST_TOKEN, attempt=2, gap_s=0.1)
         one.ended("r")
         await one.at_rest()
@@ -463,7 +444,3 @@ async def test_a_stranger_that_starts_cannot_be_drained() -> None:
         one.admin("POST", "/workers", {"url": "http://127.0.0.1:9"})
         for word in ("drain", "undrain"):
             assert one.admin("POST", f"/workers/1/{word}")[0] == 409
-
-
-def test_the_limit_of_silence_is_a_knob() -> None:
-    assert HealthKnobs().silence_s == 4.0

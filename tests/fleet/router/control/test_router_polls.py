@@ -1,4 +1,4 @@
-"""Polls over connections as relays have them: answers, refusals, silence."""
+"""Calls to an instance: one connection, answers, refusals, silence."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
+from support.serving import wait_until
 
 from pla_sglang.fleet.router.control.workers.breaker import BreakerKnobs
 from pla_sglang.fleet.router.control.workers.discovery import parse_url
-from pla_sglang.fleet.router.control.workers.errors import NoResponseError
-from pla_sglang.fleet.router.control.workers.instance_client import InstanceClient
+from pla_sglang.fleet.router.control.workers.errors import NoResponseError, UnreachableError
+from pla_sglang.fleet.router.control.workers.instance_client import ORDERS_AT_ONCE, InstanceClient
 from pla_sglang.fleet.router.control.workers.table import Worker, WorkerTable
 from pla_sglang.fleet.router.relay import proxied_call
 from pla_sglang.fleet.router.tls import TlsContext, WorkerTls
@@ -50,7 +51,7 @@ async def test_one_connection_serves_all_polls_and_brings_the_key() -> None:
         assert len(asked) == 3
         assert asked[0].startswith(b"GET /pla/ending HTTP/1.1\r\nhost: 127.0.0.1:")
         assert b"authorization: Bearer k\r\n" in asked[0]
-        assert client._polls.count_idle() == 1
+        assert client._pool.count_idle() == 1
         await client.close()
 
 
@@ -60,7 +61,7 @@ async def test_one_connection_serves_all_polls_and_brings_the_key() -> None:
         (b"HTTP/1.1 503 No\r\ncontent-length: 4\r\n\r\nbusy", 503, "answered 503: busy"),
         (b"nonsense\r\n\r\n", 0, "not an HTTP/1.1 answer"),
         (b"", 0, "no answer within 0.1 s"),
-        (ok(b"x" * 50), 200, "more than 40 bytes"),
+        (ok(b"x" * 50), 0, "more than 40 bytes"),
     ],
 )
 async def test_what_is_no_answer(answer: bytes, status: int, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,9 +78,37 @@ async def test_nobody_listens() -> None:
     async with instance(b"") as (worker, _):
         pass
     client = InstanceClient(TlsContext(WorkerTls(), now_s=0.0), timeout_s=1.0)
-    with pytest.raises(NoResponseError):
+    with pytest.raises(UnreachableError, match=f"^{worker.url}/pla/ending: connection refused$"):
         await client.is_ending(worker)
     await client.close()
+
+
+async def test_orders_bring_the_admin_key_over_the_same_connection() -> None:
+    async with instance(ok(b"{}")) as (worker, asked):
+        client = InstanceClient(TlsContext(WorkerTls(), now_s=0.0), timeout_s=5.0, api_key="k", admin_key="a")
+        await client.health(worker.address)
+        await client.abort(worker, "")
+        assert [head.split(b" HTTP")[0] for head in asked] == [b"GET /health", b"POST /abort_request"]
+        assert [b"Bearer k" in head for head in asked] == [True, False]
+        assert b"Bearer a" in asked[1]
+        assert client._pool.count_idle() == 1
+        await client.close()
+
+
+async def test_orders_to_a_silent_instance_are_few_at_once_and_none_waits_for_long() -> None:
+    async with instance(b"") as (worker, asked):
+        for timeout_s in (60.0, 0.1):
+            client = InstanceClient(TlsContext(WorkerTls(), now_s=0.0), timeout_s=timeout_s)
+            orders = [asyncio.ensure_future(client.abort(worker, f"r{number}")) for number in range(3 * ORDERS_AT_ONCE)]
+            if timeout_s > 1:
+                await wait_until(lambda: len(asked) >= ORDERS_AT_ONCE)
+                await asyncio.sleep(0.05)
+                assert len(asked) == ORDERS_AT_ONCE
+                for order in orders:
+                    order.cancel()
+            errors = await asyncio.gather(*orders, return_exceptions=True)
+            await client.close()
+        assert {str(error) for error in errors} == {f"{worker.url}/abort_request: no answer within 0.1 s"}
 
 
 @pytest.mark.parametrize("status", [301, 307])

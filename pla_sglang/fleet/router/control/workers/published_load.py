@@ -80,10 +80,9 @@ class _Rank:
 class PublishedLoads:
     """Connections to the workers that publish, kept as ``follow`` is told; ``close`` them."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]] | None = None) -> None:
+    def __init__(self) -> None:
         self.received = 0
         self.malformed = 0
-        self._context = context or zmq.Context.instance()
         self._ranks: dict[int, dict[str, _Rank]] = {}  # by number of the worker and endpoint, in order of ranks
 
     def follow(self, workers: Iterable[Worker]) -> None:
@@ -133,7 +132,7 @@ class PublishedLoads:
         return has_news
 
     def _connect(self, endpoint: str) -> zmq.Socket[bytes]:
-        socket = self._context.socket(zmq.SUB)
+        socket = zmq.Context.instance().socket(zmq.SUB)
         socket.setsockopt(zmq.RCVHWM, KEPT_MESSAGES)
         socket.setsockopt(zmq.MAXMSGSIZE, LARGEST_BYTES)
         socket.setsockopt(zmq.LINGER, 0)
