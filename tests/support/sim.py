@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from pla_sglang.policy.interface.decisions import Controller, Dispatch, FleetAction, Observer, Placement
+from pla_sglang.policy.interface.decisions import Controller, Dispatch, FleetAction, Observer, Placement, ScaleTo
 from pla_sglang.policy.interface.fleet import FleetView, InstanceView, RequestView, Role
 from pla_sglang.policy.interface.prefill import Action, PassDecision, PassView, Reason, WaitingView
 from pla_sglang.policy.interface.reasons import FleetReason
@@ -118,6 +118,11 @@ class Script:
         due = [line for line in self._lines if line[0] <= now_s]
         self._lines = [line for line in self._lines if line[0] > now_s]
         return [action for _, make in due for action in make(fleet)]
+
+
+def stop_first(fleet: FleetView) -> list[FleetAction]:
+    """The first instance finishes what it has, and ends."""
+    return [ScaleTo(Role.MIXED, 1, FleetReason.STEADY, drain=(fleet.instances[0],))]
 
 
 def trace(*rows: tuple[float, int, int], **columns: object) -> Trace:
