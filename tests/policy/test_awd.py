@@ -173,16 +173,21 @@ def test_decide(case: Case) -> None:
 
 
 def test_every_reason_of_awd_is_in_the_table() -> None:
-    can_give = {Reason.DEPTH, Reason.TOKENS, Reason.WINDOW, Reason.SLACK, Reason.NO_GAIN, Reason.RESUMED}
+    can_give = {
+        Reason.DEPTH,
+        Reason.TOKENS,
+        Reason.WINDOW,
+        Reason.SLACK,
+        Reason.NO_GAIN,
+        Reason.RESUMED,
+    }
     assert {case.reason for case in CASES} == can_give | {Reason.WAIT_FOR_DEPTH}
 
 
-def test_waiting_states_its_gain() -> None:
-    awd = Awd(K16)
-    awd.window_s = 0.010
-    choice = awd.decide(short_prompts(2), NOW_S, budget_tokens=1000, slots=100, model=FLAT, rate_per_s=FAST)
+def test_what_waiting_for_one_more_saves() -> None:
     # Now: two at 10 ms, the third waits the other 9 ms and runs 10 ms. Waiting: 1 ms for two, then 10 ms for all three.
-    assert choice.gain_s == pytest.approx((2 * 0.010 + 0.009 + 0.010) - (2 * 0.011 + 0.010))
+    saved_s = (2 * 0.010 + 0.009 + 0.010) - (2 * 0.011 + 0.010)
+    assert waiting_gain_s(short_prompts(2), FLAT, FAST) == pytest.approx(saved_s)
 
 
 @pytest.mark.parametrize(

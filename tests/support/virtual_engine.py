@@ -58,7 +58,6 @@ class Pass:
     now_s: float
     action: Action
     reason: Reason
-    gain_s: float
     release_s: float | None
     device_idle: bool
     head_arrival_s: float | None  # of the first short that waits
@@ -334,7 +333,6 @@ class VirtualEngine:
                 now_s=self.now_s,
                 action=decision.action,
                 reason=decision.reason,
-                gain_s=decision.expected_gain_s,
                 release_s=decision.release_s,
                 device_idle=not self.running,
                 head_arrival_s=next(heads, None),

@@ -70,14 +70,12 @@ class BatchChoice:
         due: dispatch now.
         reason: why, or WAIT_FOR_DEPTH.
         release_s: with ``due`` False, the end of the window.
-        gain_s: with ``due`` False, request-seconds that waiting is expected to save.
     """
 
     batch: tuple[WaitingView, ...]
     due: bool
     reason: Reason
     release_s: float | None = None
-    gain_s: float = 0.0
 
 
 class Awd:
@@ -135,7 +133,7 @@ class Awd:
         if now_s >= (end_s := oldest_s + self._longest_wait_s(rate_per_s)):
             return BatchChoice(batch, True, Reason.WINDOW)
         release_s = min(end_s, now_s + self._window_s(self.depth - len(batch), slack_s, rate_per_s))
-        return BatchChoice(batch, False, Reason.WAIT_FOR_DEPTH, release_s=release_s, gain_s=gain_s)
+        return BatchChoice(batch, False, Reason.WAIT_FOR_DEPTH, release_s=release_s)
 
     def _candidates(
         self, short_prompts: Sequence[WaitingView], now_s: float, model: StepModel

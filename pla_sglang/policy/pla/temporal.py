@@ -273,7 +273,7 @@ class TemporalPolicy:
                 reason = Reason.SHORT_BLOCKED if short_stuck else Reason.SHORT_HELD
             return self._long(pick, view, field, now_s, reason)
         if choice is not None and not short_stuck:
-            return PassDecision(Action.HOLD, choice.reason, release_s=choice.release_s, expected_gain_s=choice.gain_s)
+            return PassDecision(Action.HOLD, choice.reason, release_s=choice.release_s)
         if choice is None and pick is None:
             return PassDecision(Action.HOLD, Reason.EMPTY)
         return PassDecision(Action.HOLD, stuck or Reason.BLOCKED)
