@@ -15,8 +15,23 @@ from pla_sglang.policy.slo.policy import SloPolicy
 
 # Rules that run somebody although another one has less slack: the class, the batch, the age, the share, the memory.
 PASSING = {
-    *(Reason.DEPTH, Reason.TOKENS, Reason.WINDOW, Reason.SLACK, Reason.BUCKET, Reason.NO_GAIN, Reason.RESUMED),
-    *(Reason.NO_SHORT, Reason.SHORT_HELD, Reason.SHORT_BLOCKED, Reason.AGE, Reason.LOST_SHORT, Reason.LOST_LONG),
+    *(
+        Reason.DEPTH,
+        Reason.TOKENS,
+        Reason.WINDOW,
+        Reason.SLACK,
+        Reason.BUCKET,
+        Reason.NO_GAIN,
+        Reason.RESUMED,
+    ),
+    *(
+        Reason.NO_SHORT,
+        Reason.SHORT_HELD,
+        Reason.SHORT_BLOCKED,
+        Reason.AGE,
+        Reason.LOST_SHORT,
+        Reason.LOST_LONG,
+    ),
     *(Reason.OVERDUE, Reason.PRIORITY),
 }
 prompts = st.builds(

@@ -26,7 +26,7 @@ class BinnedSamples:
 
     Attributes:
         at_s: [bins] time of the first sample of each.
-        role: [bins, instances] of that sample, as in ``Samples``.
+        role: [bins, instances] of that sample, as in ``FleetSamples``.
         queued_tokens, context_tokens: [bins, instances] means over the samples of a bin.
         width_s: of a bin; 0 with one sample only.
         samples: of a bin, at most.
