@@ -14,7 +14,7 @@ from pla_sglang.sim.core.config import Policies, SimConfig
 from pla_sglang.sim.core.effects import ClusterEffects
 from pla_sglang.sim.core.engine_knobs import AnswerCaching
 from pla_sglang.sim.core.errors import SimError
-from pla_sglang.sim.core.fleet import Fleet
+from pla_sglang.sim.core.fleet import SimFleet
 from pla_sglang.sim.core.handoffs import Handoffs
 from pla_sglang.sim.core.instance import SimInstance
 from pla_sglang.sim.core.kernel import Kernel, Priority
@@ -36,7 +36,7 @@ class Cluster:
         self._config = config
         self._pending: list[SimRequest] = []  # no instance was ready for their prefill
         self._unplaced: list[SimRequest] = []  # none was ready for their decode
-        self.fleet = Fleet(kernel, config, policies, self, block_tokens=block_tokens, on_change=self.place_waiting)
+        self.fleet = SimFleet(kernel, config, policies, self, block_tokens=block_tokens, on_change=self.place_waiting)
         effects = ClusterEffects(self.fleet, self.ledger, self.counts)
         self.handoffs = Handoffs(
             kernel,

@@ -40,7 +40,7 @@ class Life:
         return max(0.0, end_s - self.start_s) * self.spec.gpus
 
 
-class Fleet:
+class SimFleet:
     """Makes, flips, drains and ends instances. Tells ``on_change`` when an instance has become ready."""
 
     def __init__(

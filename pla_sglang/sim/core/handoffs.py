@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from pla_sglang.sim.core.fleet import Fleet
+from pla_sglang.sim.core.fleet import SimFleet
 from pla_sglang.sim.core.instance import SimInstance
 from pla_sglang.sim.core.kernel import Kernel, Priority
 from pla_sglang.sim.core.network import Network
@@ -22,7 +22,7 @@ class Handoffs:
     def __init__(
         self,
         kernel: Kernel,
-        fleet: Fleet,
+        fleet: SimFleet,
         network: Network,
         *,
         wait_s: float,

@@ -21,7 +21,7 @@ from pla_sglang.sim.core.idle import IdleTime
 from pla_sglang.sim.core.kernel import Kernel, Priority
 from pla_sglang.sim.core.plan_watch import PlanWatch
 from pla_sglang.sim.core.request import SimRequest
-from pla_sglang.sim.core.samples import Sampler, Samples
+from pla_sglang.sim.core.samples import FleetSamples, Sampler
 from pla_sglang.sim.metrics.goodput import Served
 from pla_sglang.sim.workload.trace import Trace
 
@@ -68,7 +68,7 @@ class RunResult:
     pass_reasons: dict[str, int]
     counts: dict[str, int]
     lengths: dict[str, Any]
-    samples: Samples
+    samples: FleetSamples
     plans: PlanLog
     gpu_hours: float
     end_s: float
