@@ -8,7 +8,7 @@ import numpy as np
 
 from pla_sglang.policy.interface.decisions import Controller, Dispatch, FleetAction, Observer, Placement, ScaleTo
 from pla_sglang.policy.interface.fleet import FleetView, InstanceView, RequestView, Role
-from pla_sglang.policy.interface.prefill import Action, PassDecision, PassView, Reason, WaitingView
+from pla_sglang.policy.interface.prefill import Action, PassDecision, PassReason, PassView, WaitingView
 from pla_sglang.policy.interface.reasons import FleetReason
 from pla_sglang.profiles import LaunchFloor, StepProfile
 from pla_sglang.profiles.step import DecodeTerms, PrefillTerms
@@ -54,10 +54,10 @@ class Fcfs:
 
     def decide(self, view: PassView, now_s: float) -> PassDecision:
         if view.chunk is not None:
-            return PassDecision(Action.LONG, Reason.NO_SHORT, ())
+            return PassDecision(Action.LONG, PassReason.NO_SHORT, ())
         if not view.waiting:
-            return PassDecision(Action.HOLD, Reason.EMPTY)
-        return PassDecision(Action.LONG, Reason.NO_SHORT, tuple(view.waiting[: self.most]))
+            return PassDecision(Action.HOLD, PassReason.EMPTY)
+        return PassDecision(Action.LONG, PassReason.NO_SHORT, tuple(view.waiting[: self.most]))
 
 
 class Route(Observer):

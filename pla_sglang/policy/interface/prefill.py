@@ -44,7 +44,7 @@ class Piggyback(enum.Enum):
         return self not in (Piggyback.ALONE, Piggyback.NO_ROOM)
 
 
-class Reason(enum.Enum):
+class PassReason(enum.Enum):
     """Reason of a pass decision. Every decision carries exactly one."""
 
     # SHORT passes (AWD, PLA-Serve Algorithm 1)
@@ -200,7 +200,7 @@ class PassDecision:
     """
 
     action: Action
-    reason: Reason
+    reason: PassReason
     selected: tuple[WaitingView, ...] = ()
     chunk_tokens: int | None = None
     park: bool = False
