@@ -17,13 +17,13 @@ from bench.harness.bench import measuring
 from bench.harness.report import emit, show
 from pla_sglang.policy.interface.fleet import DecodeBatch
 from pla_sglang.policy.star.horizon import Horizon, HorizonKnobs, summarise
-from pla_sglang.policy.star.select import SelectKnobs, Worker, best_move
+from pla_sglang.policy.star.select import DecodeInstance, SelectKnobs, best_move
 
 SIZES = (8, 64, 256, 1024)
 OUTPUT_CAP_TOKENS = 32_768
 
 
-def make_workers(instances: int, requests: int, horizon: Horizon, rng: Random) -> tuple[list[Worker], float]:
+def make_workers(instances: int, requests: int, horizon: Horizon, rng: Random) -> tuple[list[DecodeInstance], float]:
     """Workers with summaries, and the mean milliseconds that one summary took."""
     workers, spent_s = [], 0.0
     for _ in range(instances):
@@ -36,7 +36,7 @@ def make_workers(instances: int, requests: int, horizon: Horizon, rng: Random) -
         start_s = time.perf_counter()
         summary = summarise(batch, horizon)
         spent_s += time.perf_counter() - start_s
-        workers.append(Worker(summary, room_tokens=2_000_000))
+        workers.append(DecodeInstance(summary, room_tokens=2_000_000))
     return workers, 1e3 * spent_s / instances
 
 

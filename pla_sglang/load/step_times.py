@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 
 from pla_sglang.load.report import FittedPasses, Report
 from pla_sglang.policy.common.step_model import BEND_TOKENS, StepModel
-from pla_sglang.policy.interface.fleet import InstanceView
-from pla_sglang.policy.interface.step_times import StepTimes
 from pla_sglang.policy.measured_steps import InstanceSteps
 from pla_sglang.policy.slo.mixed_batches import MixedBatchModel
 
@@ -55,18 +52,10 @@ def read_step_models(report: FittedModels) -> tuple[StepModel, MixedBatchModel] 
 
 
 class ReportedSteps:
-    """Keeps ``view.steps`` of one instance up to date. Arguments as for ``InstanceSteps``."""
+    """Hands ``steps`` what one instance tells, and logs where its step times are from."""
 
-    def __init__(
-        self,
-        view: InstanceView,
-        profile: StepTimes,
-        name: str,
-        *,
-        own: bool = False,
-        peers: Sequence[InstanceView] = (),
-    ) -> None:
-        self._steps = InstanceSteps(view, profile, name, own=own, peers=peers)
+    def __init__(self, steps: InstanceSteps) -> None:
+        self._steps = steps
         self._last: FittedModels | None = None
         self._log()
 

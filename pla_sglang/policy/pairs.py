@@ -38,7 +38,7 @@ _FOR_DECODE = frozenset({Role.DECODE, Role.PREFILL_TO_DECODE})
 
 
 @dataclasses.dataclass(slots=True)
-class Choice:
+class PairChoice:
     """Where a request goes. ``decode`` is ``prefill`` itself on an instance that does both."""
 
     prefill: InstanceView
@@ -73,7 +73,7 @@ class PairRunner(FleetRunner):
         self.places_late = False
         self._changed: list[tuple[InstanceView, Role]] = []  # since the last dispatch began, with their former roles
 
-    def choose(self, request: RequestView, now_s: float, *, can_move: bool = False) -> Choice | FleetReason:
+    def choose(self, request: RequestView, now_s: float, *, can_move: bool = False) -> PairChoice | FleetReason:
         """Both instances of a request, or the reason why nobody can take it now: then ask again later.
 
         ``can_move``: as far as is known, it can go on elsewhere once it runs.
@@ -94,25 +94,25 @@ class PairRunner(FleetRunner):
         request.predicted_ttft_s, request.prefilled_on = answer.predicted_ttft_s, choice.prefill
         return choice
 
-    def _complete(self, request: RequestView, answer: Dispatch, now_s: float, *, late: bool) -> Choice | None:
+    def _complete(self, request: RequestView, answer: Dispatch, now_s: float, *, late: bool) -> PairChoice | None:
         """With the decode instance, as the policy says now, or is to say when the prefill is done if that may be
         ``late``; None: one of the two cannot take its part, and none can serve the request whole."""
         prefill = answer.prefill
         if prefill is None or prefill.kind not in PREFILLS or not self._can_take(prefill):
             return None
         if prefill.kind is _UNIFIED:
-            return Choice(prefill, prefill, answer.reason, _KEEP_LOCAL, answer.predicted_ttft_s)
+            return PairChoice(prefill, prefill, answer.reason, _KEEP_LOCAL, answer.predicted_ttft_s)
         placement: Reason = _KEEP_LOCAL
         decode, actions = answer.decode, answer.actions
         if decode is None and late and prefill.kind is _STATELESS:
-            return Choice(prefill, prefill, answer.reason, _WHEN_PREFILLED, answer.predicted_ttft_s, actions)
+            return PairChoice(prefill, prefill, answer.reason, _WHEN_PREFILLED, answer.predicted_ttft_s, actions)
         if decode is None:
             request.prefilled_on = prefill
             placed = self._ask_placement(request, now_s)
             decode, placement, actions = placed.decode, placed.reason, actions + placed.actions
         takes = decode is not None and decode.kind in TAKES_HANDOFFS and self._can_take(decode)
         if takes and decode is not None and (decode is prefill or self.is_connected(prefill, decode)):
-            return Choice(prefill, decode, answer.reason, placement, answer.predicted_ttft_s, actions)
+            return PairChoice(prefill, decode, answer.reason, placement, answer.predicted_ttft_s, actions)
         both = prefill if prefill.kind in SERVES_WHOLE else decode if takes else None
         if both is None or both.kind not in SERVES_WHOLE:
             pair = self._find_pair(prefill, decode) if takes and decode is not None else None
@@ -120,9 +120,9 @@ class PairRunner(FleetRunner):
                 return None
             to, at = pair
             predicted_s = answer.predicted_ttft_s if to is prefill else None
-            return Choice(to, at, answer.reason, FleetReason.OTHER_PAIR, predicted_s, actions)
+            return PairChoice(to, at, answer.reason, FleetReason.OTHER_PAIR, predicted_s, actions)
         predicted_s = answer.predicted_ttft_s if both is prefill else None
-        return Choice(both, both, answer.reason, _NOT_CONNECTED, predicted_s, actions)
+        return PairChoice(both, both, answer.reason, _NOT_CONNECTED, predicted_s, actions)
 
     def place_prefilled(
         self, request: RequestView, now_s: float, *, move: Callable[[InstanceView, Reason], bool]
@@ -191,12 +191,12 @@ class PairRunner(FleetRunner):
         """Ready instances that can do both phases of a request themselves."""
         return [instance for instance in self.visible().ready if instance.kind in SERVES_WHOLE]
 
-    def choose_whole(self, request: RequestView) -> Choice | None:
+    def choose_whole(self, request: RequestView) -> PairChoice | None:
         """The least loaded of ``whole``; the policy is not asked, as it may answer with a pair."""
         least = min(self.whole(), key=InstanceView.requests, default=None)
-        return None if least is None else self._take(request, Choice(least, least, _KEEP_LOCAL, _KEEP_LOCAL, None))
+        return None if least is None else self._take(request, PairChoice(least, least, _KEEP_LOCAL, _KEEP_LOCAL, None))
 
-    def choose_other(self, request: RequestView, prefill: InstanceView, decode: InstanceView) -> Choice | None:
+    def choose_other(self, request: RequestView, prefill: InstanceView, decode: InstanceView) -> PairChoice | None:
         """Instances other than these two, as far as there are others; None while no connected pair is ready.
 
         The least loaded, of the same pool and with the role of the phase if possible. The policy is not asked: it might
@@ -206,7 +206,7 @@ class PairRunner(FleetRunner):
         if pair is None:
             return None
         placement = _KEEP_LOCAL if pair[0] is pair[1] else FleetReason.OTHER_PAIR
-        return self._take(request, Choice(*pair, FleetReason.OTHER_PAIR, placement, None))
+        return self._take(request, PairChoice(*pair, FleetReason.OTHER_PAIR, placement, None))
 
     def _find_pair(self, prefill: InstanceView, decode: InstanceView) -> tuple[InstanceView, InstanceView] | None:
         """As ``choose_other``: where a request is prefilled and decoded."""
@@ -226,7 +226,7 @@ class PairRunner(FleetRunner):
                 return to, at
         return None
 
-    def _take(self, request: RequestView, choice: Choice) -> Choice:
+    def _take(self, request: RequestView, choice: PairChoice) -> PairChoice:
         self.decisions[choice.reason] += 1
         request.predicted_ttft_s, request.prefilled_on = None, choice.prefill
         return choice

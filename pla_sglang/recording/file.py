@@ -14,20 +14,20 @@ from pla_sglang.recording.rows import VERSION, Header, Line, RecordError, Row
 
 _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(Line)
+FLUSH_LINES = 200
 
 
 class RecordWriter:
     """Appends lines to a new file. Raises OSError if it cannot be written."""
 
-    def __init__(self, path: Path, *, flush_lines: int = 200) -> None:
+    def __init__(self, path: Path) -> None:
         self.lines = 0
-        self._flush_lines = flush_lines
         self._file = _create(path)
 
     def write(self, row: Row) -> None:
         self._file.write(_encoder.encode(row) + b"\n")
         self.lines += 1
-        if self.lines % self._flush_lines == 0:
+        if self.lines % FLUSH_LINES == 0:
             self._file.flush()
 
     def close(self) -> None:

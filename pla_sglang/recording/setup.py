@@ -15,10 +15,7 @@ _PLAIN = frozenset(field.name for field in dataclasses.fields(Setup)) - {"steps"
 def header_of(
     policy: str, profile: str, time_scale: float, setup: Setup, engine: RecordedEngine | None = None
 ) -> Header:
-    """Raises RecordError if ``setup`` contains an object that cannot be written to a file."""
     plain = {name: getattr(setup, name) for name in sorted(_PLAIN)}
-    if callable(plain["forecaster"]):
-        raise RecordError("only forecasters that have a name can be recorded")
     return Header(policy, profile, plain, time_scale, version=VERSION, device_time=True, engine=engine)
 
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from pla_sglang.load.pull import Puller
 from pla_sglang.load.report import Report
+from pla_sglang.load.sockets import Puller
 from pla_sglang.sim import chain
 from pla_sglang.testing.server import Server, fetch
 

@@ -18,8 +18,8 @@ from conftest import NEW_TOKENS
 from support.serving import Client, Prompt, outputs, until
 from support.tiny_model import HIDDEN_SIZE
 
-from pla_sglang.load.pull import Puller
 from pla_sglang.load.report import RequestRow
+from pla_sglang.load.sockets import Puller
 from pla_sglang.predictor.model import LengthMlp, PredictorFacts, save_predictor
 from pla_sglang.testing.server import Server, fetch, greedy_body
 

@@ -11,6 +11,7 @@ from support.fleets import LinearSteps, instance
 from pla_sglang.load.report import FittedPasses
 from pla_sglang.load.step_times import FittedModels, ReportedSteps, read_step_models
 from pla_sglang.policy.common.step_model import BEND_TOKENS, GPU_START
+from pla_sglang.policy.measured_steps import InstanceSteps
 from pla_sglang.policy.slo.mixed_batches import START
 
 TOLD = FittedModels(GPU_START.to_floats(), dataclasses.astuple(START), FittedPasses(40, 64, 8))
@@ -38,7 +39,7 @@ def test_models_come_back(table: tuple[float, ...]) -> None:
 )
 def test_another_form_says_nothing(fields: dict[str, tuple[float, ...]]) -> None:
     view = instance(0)
-    steps = ReportedSteps(view, LinearSteps(), "linear")
+    steps = ReportedSteps(InstanceSteps(view, LinearSteps(), "linear"))
     steps.on_models(TOLD._replace(**fields))
     assert view.steps is None
     assert steps.describe() == "profile linear, not measured"
@@ -51,7 +52,7 @@ def test_coefficients_of_a_later_version_are_left_out() -> None:
 def test_it_says_where_step_times_are_from_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     view = instance(0)
-    steps = ReportedSteps(view, LinearSteps(), "linear")
+    steps = ReportedSteps(InstanceSteps(view, LinearSteps(), "linear"))
     for _ in range(4):
         steps.on_models(TOLD)
     assert view.steps is not None

@@ -14,8 +14,6 @@ from hypothesis import strategies as st
 
 from pla_sglang.common.errors import TelemetryError
 from pla_sglang.load.instance_load import prefill_sample
-from pla_sglang.load.pull import Puller
-from pla_sglang.load.push import HIGH_WATER_MARK, Pusher
 from pla_sglang.load.report import (
     LARGEST_BYTES,
     VERSION,
@@ -28,6 +26,7 @@ from pla_sglang.load.report import (
     decode,
     encode,
 )
+from pla_sglang.load.sockets import UNSENT_MOST, Puller, Pusher
 from pla_sglang.load.tracker import LoadTracker, Phase, ReportEffect, TrackedRequest
 from pla_sglang.load.window import BusyShare, WindowMean
 from pla_sglang.policy.common.device_clock import DeviceClock
@@ -170,10 +169,10 @@ def test_nobody_waits_for_a_receiver_that_is_not_there(tmp_path: Path) -> None:
     def send_all_s() -> float:
         pusher = Pusher(f"ipc://{tmp_path}/nobody")
         started_s = time.monotonic()
-        for sequence in range(1, 3 * HIGH_WATER_MARK):
+        for sequence in range(1, 3 * UNSENT_MOST):
             assert not pusher.send(report(sequence))
         pusher.close()
-        assert (pusher.sent, pusher.dropped) == (0, 3 * HIGH_WATER_MARK - 1)
+        assert (pusher.sent, pusher.dropped) == (0, 3 * UNSENT_MOST - 1)
         return time.monotonic() - started_s
 
     assert min(send_all_s() for _ in range(3)) < 1.0

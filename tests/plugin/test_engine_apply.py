@@ -27,7 +27,7 @@ from pla_sglang.plugin.engine.pass_timer import PassTimer, computes_in_launch
 from pla_sglang.plugin.engine.step_measurement import StepMeasurement
 from pla_sglang.policy.common.device_clock import DeviceClock
 from pla_sglang.policy.common.step_model import GPU_START
-from pla_sglang.policy.interface.prefill import Action, PassDecision, PassView, Reason
+from pla_sglang.policy.interface.prefill import Action, PassDecision, PassReason, PassView
 
 EMPTY_VIEW = PassView([], None, CHUNK_TOKENS, 1, 1000, 1000, 1000, 0)
 
@@ -141,7 +141,7 @@ def test_one_that_fits_a_pass_overtakes_uncut() -> None:
 
 def test_a_second_chunk_beside_a_parked_one_is_an_error() -> None:
     scheduler = FakeScheduler(short_prompts(1), started())
-    decision = PassDecision(Action.SHORT, Reason.NO_GAIN, park=True)
+    decision = PassDecision(Action.SHORT, PassReason.NO_GAIN, park=True)
     context = apply.PassContext(scheduler.running, False, view=EMPTY_VIEW, decision=decision)
     apply.enter_pass(context, scheduler, scheduler.waiting_queue)
     scheduler.chunked_req = long("second")
@@ -262,7 +262,7 @@ def test_a_pass_of_both_classes_is_a_mixed_one(
     reqs: list[FakeReq], mixed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def take_all(view: PassView, now_s: float) -> PassDecision:
-        return PassDecision(Action.LONG, Reason.NO_SHORT, tuple(view.waiting))
+        return PassDecision(Action.LONG, PassReason.NO_SHORT, tuple(view.waiting))
 
     scheduler = FakeScheduler(reqs)
     monkeypatch.setattr(scheduler.pla.policy, "decide", take_all)
@@ -350,7 +350,7 @@ def test_nothing_is_applied_without_a_decision() -> None:
 def test_a_held_chunk_is_parked_too() -> None:
     chunk = started()
     scheduler = FakeScheduler([], chunk)
-    decision = PassDecision(Action.HOLD, Reason.DECODE_TURN)
+    decision = PassDecision(Action.HOLD, PassReason.DECODE_TURN)
     context = apply.PassContext(scheduler.running, False, view=EMPTY_VIEW, decision=decision)
     apply.enter_pass(context, scheduler, scheduler.waiting_queue)
     assert scheduler.chunked_req is None

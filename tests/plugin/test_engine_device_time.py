@@ -20,7 +20,7 @@ from pla_sglang.plugin.engine.step_measurement import StepMeasurement
 from pla_sglang.plugin.engine.telemetry import Telemetry
 from pla_sglang.policy.common.device_clock import DeviceClock
 from pla_sglang.policy.common.step_model import GPU_START
-from pla_sglang.policy.interface.prefill import Action, PassDecision, Reason, WaitingView
+from pla_sglang.policy.interface.prefill import Action, PassDecision, PassReason, WaitingView
 from pla_sglang.policy.slo.mixed_batches import MixedBatchModel
 
 SCALE = 4.0
@@ -88,9 +88,9 @@ def test_what_is_shown_is_wall_time() -> None:
     telemetry, series = Telemetry(DeviceClock(SCALE)), FakeSeries()
     telemetry.attach(series)  # type: ignore[arg-type]
     view = WaitingView("a", 50, 0, arrival_s=100.0)
-    telemetry.on_pass(PassDecision(Action.HOLD, Reason.WINDOW), (), None, 100.0)
+    telemetry.on_pass(PassDecision(Action.HOLD, PassReason.WINDOW), (), None, 100.0)
     extend = SimpleNamespace(is_mixed=lambda: False)
     batch = SimpleNamespace(reqs=[object()], extend_lens=[50], forward_mode=extend)
-    telemetry.on_pass(PassDecision(Action.SHORT, Reason.WINDOW, (view,)), (view,), batch, 100.5)
+    telemetry.on_pass(PassDecision(Action.SHORT, PassReason.WINDOW, (view,)), (view,), batch, 100.5)
     assert telemetry.hold_s == 2.0
     assert ("pla_wait_seconds", 2.0) in series.observed

@@ -10,7 +10,7 @@ import pytest
 import uvicorn
 
 from pla_sglang.plugin.engine import open_requests
-from pla_sglang.plugin.engine.open_requests import ENDED, OpenRequests
+from pla_sglang.plugin.engine.open_requests import ENDED, OpenTasks
 
 LIMIT_S = 60.0
 
@@ -32,7 +32,7 @@ class Waiting:
 async def ask_of_an_ended_server(path: str, monkeypatch: pytest.MonkeyPatch) -> bytes:
     """What a client gets that waits when the server is told to stop. Returns only if the server ends."""
     monkeypatch.setattr(open_requests, "GRACE_S", 0.0)
-    app, watching = Waiting(), OpenRequests()
+    app, watching = Waiting(), OpenTasks()
     server = uvicorn.Server(uvicorn.Config(watching.watch(app), port=0, lifespan="off", log_config=None))
     serving = asyncio.create_task(server.serve())
     while not server.started:
@@ -65,7 +65,7 @@ def test_an_answer_that_has_begun_is_cut_off(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_request_that_is_cancelled_before_the_end_stays_cancelled() -> None:
     async def work() -> None:
         app = Waiting()
-        request = asyncio.create_task(OpenRequests().watch(app)({"type": "http", "path": "/"}, None, None))
+        request = asyncio.create_task(OpenTasks().watch(app)({"type": "http", "path": "/"}, None, None))
         await app.waits.wait()
         request.cancel()
         with pytest.raises(asyncio.CancelledError):

@@ -13,7 +13,7 @@ from support.temporal_scene import KNOBS, NOW_S, engine_knobs, run
 from support.views import FLAT, long, pass_view, short
 from support.virtual_engine import Arrival
 
-from pla_sglang.policy.interface.prefill import Reason, WaitingView
+from pla_sglang.policy.interface.prefill import PassReason, WaitingView
 from pla_sglang.policy.pla.awd import AwdKnobs
 from pla_sglang.policy.pla.long_prompts import LongKnobs
 from pla_sglang.policy.slo.deadlines import Deadlines
@@ -80,8 +80,8 @@ def test_who_is_overtaken_goes_first_long_before_its_age_bound(times: float) -> 
     before_s, after_s = (lost.arrival_s + 3 * (2.0 + FLAT.step_s(900, 0)) + off_s for off_s in (-0.01, 0.01))
     assert made.decide(view, before_s).selected == (kept,)
     decision = made.decide(view, after_s)
-    expected = (Reason.OVERDUE, (lost,)) if times else (Reason.NO_SHORT, (kept,))
-    assert (decision.reason if times else Reason.NO_SHORT, decision.selected) == expected
+    expected = (PassReason.OVERDUE, (lost,)) if times else (PassReason.NO_SHORT, (kept,))
+    assert (decision.reason if times else PassReason.NO_SHORT, decision.selected) == expected
 
 
 def test_the_bound_can_be_set_while_requests_wait() -> None:

@@ -7,8 +7,8 @@ import pytest
 from pla_sglang.policy.pla.arrival_rate import ArrivalRate
 
 
-def observed(*times_s: float, tokens: int = 10, **keywords: float) -> ArrivalRate:
-    rate = ArrivalRate(**keywords)  # type: ignore[arg-type]
+def observed(*times_s: float, tokens: int = 10) -> ArrivalRate:
+    rate = ArrivalRate()
     for time_s in times_s:
         rate.observe(time_s, tokens)
     return rate
@@ -38,8 +38,9 @@ def test_tokens_per_second() -> None:
 
 
 def test_window_bounds_what_counts() -> None:
-    rate = observed(*(0.001 * index for index in range(1000)), window=10)
-    assert rate.per_second(0.999) == pytest.approx(1000.0)
+    slow = [0.1 * index for index in range(100)]
+    fast = [10.0 + 0.001 * index for index in range(ArrivalRate.WINDOW)]
+    assert observed(*slow, *fast).per_second(fast[-1]) == pytest.approx(1000.0)
 
 
 def test_mean_tokens() -> None:

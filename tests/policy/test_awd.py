@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from support.views import FLAT, short
 
-from pla_sglang.policy.interface.prefill import Reason, WaitingView
+from pla_sglang.policy.interface.prefill import PassReason, WaitingView
 from pla_sglang.policy.pla.awd import (
     Awd,
     AwdKnobs,
@@ -39,7 +39,7 @@ class Case:
     name: str
     queue: list[WaitingView]
     due: bool
-    reason: Reason
+    reason: PassReason
     batch: int | None = None  # None: all of the queue
     knobs: AwdKnobs = dataclasses.field(default_factory=lambda: AwdKnobs(depth_max=16))
     rate_per_s: float = FAST
@@ -52,51 +52,53 @@ class Case:
 
 K16 = AwdKnobs(depth_max=16)
 CASES = [
-    Case("a fuller batch pays", short_prompts(2), False, Reason.WAIT_FOR_DEPTH, release_s=NOW_S - 0.001 + 0.010),
-    Case("nobody else expected", short_prompts(2), True, Reason.NO_GAIN, rate_per_s=0.0),
-    Case("the next one is too far off", short_prompts(2), True, Reason.NO_GAIN, rate_per_s=20.0),
-    Case("the batch is large enough that one more costs", short_prompts(8, new_tokens=90), True, Reason.NO_GAIN),
-    Case("a long's chunk would come between", short_prompts(2), True, Reason.NO_GAIN, alternative_s=0.5),
-    Case("target depth", short_prompts(16), True, Reason.DEPTH),
-    Case("beyond the target depth the rest stays", short_prompts(17), True, Reason.TOKENS, batch=16),
-    Case("token budget of the pass", short_prompts(4, new_tokens=40), True, Reason.TOKENS, batch=2, budget=100),
-    Case("exactly the token budget is not yet full", short_prompts(2), False, Reason.WAIT_FOR_DEPTH, budget=40),
-    Case("slots", short_prompts(4), True, Reason.TOKENS, batch=3, slots=3),
-    Case("no slot at all still names a head", short_prompts(2), True, Reason.TOKENS, batch=1, slots=0),
+    Case("a fuller batch pays", short_prompts(2), False, PassReason.WAIT_FOR_DEPTH, release_s=NOW_S - 0.001 + 0.010),
+    Case("nobody else expected", short_prompts(2), True, PassReason.NO_GAIN, rate_per_s=0.0),
+    Case("the next one is too far off", short_prompts(2), True, PassReason.NO_GAIN, rate_per_s=20.0),
+    Case("the batch is large enough that one more costs", short_prompts(8, new_tokens=90), True, PassReason.NO_GAIN),
+    Case("a long's chunk would come between", short_prompts(2), True, PassReason.NO_GAIN, alternative_s=0.5),
+    Case("target depth", short_prompts(16), True, PassReason.DEPTH),
+    Case("beyond the target depth the rest stays", short_prompts(17), True, PassReason.TOKENS, batch=16),
+    Case("token budget of the pass", short_prompts(4, new_tokens=40), True, PassReason.TOKENS, batch=2, budget=100),
+    Case("exactly the token budget is not yet full", short_prompts(2), False, PassReason.WAIT_FOR_DEPTH, budget=40),
+    Case("slots", short_prompts(4), True, PassReason.TOKENS, batch=3, slots=3),
+    Case("no slot at all still names a head", short_prompts(2), True, PassReason.TOKENS, batch=1, slots=0),
     Case(
         "one that exceeds the budget alone goes alone",
         short_prompts(2, new_tokens=90),
         True,
-        Reason.TOKENS,
+        PassReason.TOKENS,
         1,
         budget=50,
     ),
-    Case("window over", short_prompts(2, age_s=0.0101), True, Reason.WINDOW),
-    Case("window not over", short_prompts(2, age_s=0.0099), False, Reason.WAIT_FOR_DEPTH),
-    Case("nothing learnt yet: one arrival, 1 ms", short_prompts(2, age_s=0.0011), True, Reason.WINDOW, window_s=0.0),
+    Case("window over", short_prompts(2, age_s=0.0101), True, PassReason.WINDOW),
+    Case("window not over", short_prompts(2, age_s=0.0099), False, PassReason.WAIT_FOR_DEPTH),
+    Case(
+        "nothing learnt yet: one arrival, 1 ms", short_prompts(2, age_s=0.0011), True, PassReason.WINDOW, window_s=0.0
+    ),
     Case(
         "nothing learnt yet, the next may still come",
         short_prompts(2, age_s=0.0009),
         False,
-        Reason.WAIT_FOR_DEPTH,
+        PassReason.WAIT_FOR_DEPTH,
         window_s=0.0,
         release_s=NOW_S + 0.0001,
     ),
-    Case("learnt 3 ms, and one arrival", short_prompts(2, age_s=0.0041), True, Reason.WINDOW, window_s=0.003),
+    Case("learnt 3 ms, and one arrival", short_prompts(2, age_s=0.0041), True, PassReason.WINDOW, window_s=0.003),
     Case(
         "one is missing: W_GR is 1 ms from now",
         short_prompts(3, age_s=0.0011),
         False,
-        Reason.WAIT_FOR_DEPTH,
+        PassReason.WAIT_FOR_DEPTH,
         knobs=AwdKnobs(depth_max=4),
         release_s=NOW_S + 0.001,
     ),
-    Case("W_max 0: never wait", short_prompts(2, age_s=0.0), True, Reason.WINDOW, knobs=AwdKnobs(wait_max_s=0.0)),
+    Case("W_max 0: never wait", short_prompts(2, age_s=0.0), True, PassReason.WINDOW, knobs=AwdKnobs(wait_max_s=0.0)),
     Case(
         "W_min holds although nothing is gained",
         short_prompts(1, age_s=0.001),
         False,
-        Reason.WAIT_FOR_DEPTH,
+        PassReason.WAIT_FOR_DEPTH,
         knobs=AwdKnobs(wait_min_s=0.005, wait_max_s=0.01),
         rate_per_s=0.0,
         release_s=NOW_S - 0.001 + 0.005,
@@ -106,47 +108,47 @@ CASES = [
         "W_min over, nothing gained",
         short_prompts(1, age_s=0.005),
         True,
-        Reason.NO_GAIN,
+        PassReason.NO_GAIN,
         knobs=AwdKnobs(wait_min_s=0.005, wait_max_s=0.01),
         rate_per_s=0.0,
     ),
-    Case("resumed", [*short_prompts(1), *short_prompts(1, resumed=True)], True, Reason.RESUMED),
+    Case("resumed", [*short_prompts(1), *short_prompts(1, resumed=True)], True, PassReason.RESUMED),
     Case(
         "resumed, but not in this batch",
         short_prompts(2) + short_prompts(1, resumed=True),
         True,
-        Reason.TOKENS,
+        PassReason.TOKENS,
         2,
         slots=2,
     ),
     # mode (a), deadlines. A batch of two takes 10 ms; sigma and delta are 2 ms.
-    Case("slack below sigma", short_prompts(2, **due_in(0.0119)), True, Reason.SLACK),
-    Case("deadline passed", short_prompts(2, **due_in(-1.0)), True, Reason.SLACK),
+    Case("slack below sigma", short_prompts(2, **due_in(0.0119)), True, PassReason.SLACK),
+    Case("deadline passed", short_prompts(2, **due_in(-1.0)), True, PassReason.SLACK),
     Case(
         "one tight deadline among loose ones",
         [*short_prompts(1), *short_prompts(1, **due_in(0.011))],
         True,
-        Reason.SLACK,
+        PassReason.SLACK,
     ),
     Case(
         "W_SLA is the tighter window: slack 5 ms - delta 2 ms",
         short_prompts(2, **due_in(0.015)),
         False,
-        Reason.WAIT_FOR_DEPTH,
+        PassReason.WAIT_FOR_DEPTH,
         release_s=NOW_S + 0.003,
     ),
     Case(
         "W_SLA over: slack at delta",
         short_prompts(2, **due_in(0.0129)),
         True,
-        Reason.SLACK,
+        PassReason.SLACK,
         knobs=AwdKnobs(margin_s=0.003),
     ),
     Case(
         "loose deadline: W_GR counts",
         short_prompts(2, **due_in(5.0)),
         False,
-        Reason.WAIT_FOR_DEPTH,
+        PassReason.WAIT_FOR_DEPTH,
         release_s=NOW_S + 0.009,
     ),
 ]
@@ -173,16 +175,21 @@ def test_decide(case: Case) -> None:
 
 
 def test_every_reason_of_awd_is_in_the_table() -> None:
-    can_give = {Reason.DEPTH, Reason.TOKENS, Reason.WINDOW, Reason.SLACK, Reason.NO_GAIN, Reason.RESUMED}
-    assert {case.reason for case in CASES} == can_give | {Reason.WAIT_FOR_DEPTH}
+    can_give = {
+        PassReason.DEPTH,
+        PassReason.TOKENS,
+        PassReason.WINDOW,
+        PassReason.SLACK,
+        PassReason.NO_GAIN,
+        PassReason.RESUMED,
+    }
+    assert {case.reason for case in CASES} == can_give | {PassReason.WAIT_FOR_DEPTH}
 
 
-def test_waiting_states_its_gain() -> None:
-    awd = Awd(K16)
-    awd.window_s = 0.010
-    choice = awd.decide(short_prompts(2), NOW_S, budget_tokens=1000, slots=100, model=FLAT, rate_per_s=FAST)
+def test_what_waiting_for_one_more_saves() -> None:
     # Now: two at 10 ms, the third waits the other 9 ms and runs 10 ms. Waiting: 1 ms for two, then 10 ms for all three.
-    assert choice.gain_s == pytest.approx((2 * 0.010 + 0.009 + 0.010) - (2 * 0.011 + 0.010))
+    saved_s = (2 * 0.010 + 0.009 + 0.010) - (2 * 0.011 + 0.010)
+    assert waiting_gain_s(short_prompts(2), FLAT, FAST) == pytest.approx(saved_s)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from support.temporal_scene import NOW_S, let_deadlines_decide, policy
 from support.views import long, pass_view, short
 from support.virtual_engine import Arrival
 
-from pla_sglang.policy.interface.prefill import Action, PassView, Reason
+from pla_sglang.policy.interface.prefill import Action, PassReason, PassView
 from pla_sglang.policy.pla.awd import AwdKnobs
 from pla_sglang.policy.pla.boundary import Boundary
 from pla_sglang.policy.pla.long_prompts import LongKnobs, aged_at_s
@@ -32,7 +32,7 @@ class Case:
     name: str
     view: PassView
     action: Action
-    reason: Reason
+    reason: PassReason
     selected: tuple[int, ...]
     without: tuple[int, ...]  # as it is with targets that only advise
 
@@ -42,7 +42,7 @@ CASES = [
         "a lost long gives way to a larger one that can be kept",
         pass_view([long(RECENT_S, 2000, deadline_s=LOST_S), long(RECENT_S, 6000, deadline_s=KEPT_S)]),
         L,
-        Reason.LOST_LONG,
+        PassReason.LOST_LONG,
         (1,),
         (0,),
     ),
@@ -50,7 +50,7 @@ CASES = [
         "and to one without a target",
         pass_view([long(RECENT_S, 2000, deadline_s=LOST_S), long(RECENT_S, 6000)]),
         L,
-        Reason.LOST_LONG,
+        PassReason.LOST_LONG,
         (1,),
         (0,),
     ),
@@ -58,7 +58,7 @@ CASES = [
         "lost shorts give way to shorts",
         pass_view([short(RECENT_S, deadline_s=LOST_S), short(RECENT_S, deadline_s=KEPT_S)]),
         S,
-        Reason.NO_GAIN,
+        PassReason.NO_GAIN,
         (1,),
         (0, 1),
     ),
@@ -66,7 +66,7 @@ CASES = [
         "and to longs",
         pass_view([short(RECENT_S, deadline_s=LOST_S), long(RECENT_S, deadline_s=KEPT_S)]),
         L,
-        Reason.LOST_SHORT,
+        PassReason.LOST_SHORT,
         (1,),
         (0,),
     ),
@@ -74,7 +74,7 @@ CASES = [
         "of shorts that cannot all be kept, the largest wait",
         pass_view([short(RECENT_S, 90 if number else 20, deadline_s=NOW_S + 0.1) for number in range(11)]),
         S,
-        Reason.NO_GAIN,
+        PassReason.NO_GAIN,
         (0, *range(2, 11)),
         tuple(range(11)),
     ),
@@ -82,7 +82,7 @@ CASES = [
         "a pass of shorts ends in time for the first of them",
         pass_view([short(RECENT_S, 90, deadline_s=NOW_S + (5.0 if number else 0.05)) for number in range(10)]),
         S,
-        Reason.TOKENS,
+        PassReason.TOKENS,
         tuple(range(5)),
         tuple(range(10)),
     ),
@@ -90,7 +90,7 @@ CASES = [
         "and for who comes as it begins",
         pass_view([short(NOW_S, 90, deadline_s=NOW_S + 0.13) for _ in range(10)]),
         S,
-        Reason.TOKENS,
+        PassReason.TOKENS,
         tuple(range(7)),
         tuple(range(10)),
     ),
@@ -98,7 +98,7 @@ CASES = [
         "those beyond their age bound have a share",
         pass_view([short(AGED_S, deadline_s=LOST_S - 50), long(RECENT_S, deadline_s=KEPT_S)]),
         S,
-        Reason.OVERDUE,
+        PassReason.OVERDUE,
         (0,),
         (0,),
     ),
@@ -112,7 +112,7 @@ CASES = [
             ]
         ),
         L,
-        Reason.OVERDUE,
+        PassReason.OVERDUE,
         (2,),
         (0, 1),
     ),
@@ -126,7 +126,7 @@ CASES = [
             ]
         ),
         S,
-        Reason.OVERDUE,
+        PassReason.OVERDUE,
         (0, 2),
         (0, 1, 2),
     ),
@@ -134,7 +134,7 @@ CASES = [
         "an overdue chunk goes on",
         pass_view([short(RECENT_S, deadline_s=KEPT_S)], long(AGED_S, 3000, deadline_s=LOST_S - 50)),
         L,
-        Reason.OVERDUE,
+        PassReason.OVERDUE,
         (),
         (0,),
     ),
@@ -145,7 +145,7 @@ CASES = [
             long(RECENT_S, 3000, deadline_s=KEPT_S),
         ),
         S,
-        Reason.NO_GAIN,
+        PassReason.NO_GAIN,
         (0,),
         (0,),
     ),
@@ -156,7 +156,7 @@ CASES = [
             kv_free=4000,
         ),
         S,
-        Reason.NO_GAIN,
+        PassReason.NO_GAIN,
         (1,),
         (0, 1),
     ),
@@ -164,7 +164,7 @@ CASES = [
         "twenty times their bound after their arrival they do not give way",
         pass_view([short(NOW_S - 200.0, deadline_s=LOST_S - 190), long(RECENT_S, deadline_s=KEPT_S)]),
         S,
-        Reason.SLACK,
+        PassReason.SLACK,
         (0,),
         (0,),
     ),
@@ -172,7 +172,7 @@ CASES = [
         "nor those that were served tokens",
         pass_view([short(RECENT_S, deadline_s=LOST_S, resumed=True), long(RECENT_S, deadline_s=KEPT_S)]),
         S,
-        Reason.RESUMED,
+        PassReason.RESUMED,
         (0,),
         (0,),
     ),
@@ -180,7 +180,7 @@ CASES = [
         "where all are lost, the order is as ever",
         pass_view([long(RECENT_S, 6000, deadline_s=LOST_S), long(RECENT_S, 2000, deadline_s=LOST_S)]),
         L,
-        Reason.NO_SHORT,
+        PassReason.NO_SHORT,
         (1,),
         (1,),
     ),
@@ -188,7 +188,7 @@ CASES = [
         "lost longs do not wait for shorts to fill a batch",
         pass_view([long(RECENT_S, 2000, deadline_s=LOST_S)]),
         L,
-        Reason.NO_SHORT,
+        PassReason.NO_SHORT,
         (0,),
         (0,),
     ),
@@ -196,7 +196,7 @@ CASES = [
         "a lost chunk gives way to a larger one that one pass finishes",
         pass_view([long(RECENT_S, 900, deadline_s=KEPT_S)], long(RECENT_S, 400, deadline_s=LOST_S)),
         L,
-        Reason.LOST_LONG,
+        PassReason.LOST_LONG,
         (0,),
         (),
     ),
@@ -204,7 +204,7 @@ CASES = [
         "a long of 0.4 s that only the order of deadlines keeps goes before smaller ones",
         pass_view([long(RECENT_S, 1500, deadline_s=KEPT_S), long(RECENT_S, 4000, deadline_s=NOW_S + 0.55)]),
         L,
-        Reason.URGENT,
+        PassReason.URGENT,
         (1,),
         (0,),
     ),
@@ -212,7 +212,7 @@ CASES = [
         "and before shorts",
         pass_view([short(RECENT_S, deadline_s=KEPT_S), long(RECENT_S, 4000, deadline_s=NOW_S + 0.485)]),
         L,
-        Reason.URGENT,
+        PassReason.URGENT,
         (1,),
         (0,),
     ),
@@ -220,7 +220,7 @@ CASES = [
         "not where least work first keeps it",
         pass_view([long(RECENT_S, 1500, deadline_s=KEPT_S), long(RECENT_S, 4000, deadline_s=NOW_S + 1.2)]),
         L,
-        Reason.NO_SHORT,
+        PassReason.NO_SHORT,
         (0,),
         (0,),
     ),
@@ -228,7 +228,7 @@ CASES = [
         "where not both can be kept, the larger one is given up",
         pass_view([long(RECENT_S, 1500, deadline_s=NOW_S + 0.56), long(RECENT_S, 4000, deadline_s=NOW_S + 0.55)]),
         L,
-        Reason.NO_SHORT,
+        PassReason.NO_SHORT,
         (0,),
         (0,),
     ),
@@ -236,7 +236,7 @@ CASES = [
         "in one class of size too, though it came first",
         pass_view([long(RECENT_S - 1, 4000, deadline_s=NOW_S + 0.55), long(RECENT_S, 3000, deadline_s=NOW_S + 0.6)]),
         L,
-        Reason.LOST_LONG,
+        PassReason.LOST_LONG,
         (1,),
         (0,),
     ),
@@ -250,7 +250,7 @@ CASES = [
             ]
         ),
         L,
-        Reason.URGENT,
+        PassReason.URGENT,
         (1,),
         (2,),
     ),
@@ -258,7 +258,7 @@ CASES = [
         "a chunk that is given up is overtaken by what one pass finishes",
         pass_view([long(RECENT_S, 900, deadline_s=NOW_S + 0.2)], long(RECENT_S, 800, deadline_s=NOW_S + 0.12)),
         L,
-        Reason.NO_SHORT,
+        PassReason.NO_SHORT,
         (),
         (),
     ),
@@ -269,7 +269,7 @@ CASES = [
             kv_free=5499,
         ),
         L,
-        Reason.NO_SHORT,
+        PassReason.NO_SHORT,
         (0,),
         (0,),
     ),
@@ -280,7 +280,7 @@ CASES = [
             kv_free=5499,
         ),
         L,
-        Reason.LOST_LONG,
+        PassReason.LOST_LONG,
         (1,),
         (0,),
     ),
@@ -293,7 +293,7 @@ CASES = [
             ]
         ),
         L,
-        Reason.NO_SHORT,
+        PassReason.NO_SHORT,
         (0,),
         (0,),
     ),
@@ -301,7 +301,7 @@ CASES = [
         "nor while a short without a target waits, which would come last",
         pass_view([short(RECENT_S), long(RECENT_S, 4000, deadline_s=NOW_S + 0.5)]),
         S,
-        Reason.NO_GAIN,
+        PassReason.NO_GAIN,
         (0,),
         (0,),
     ),
@@ -314,7 +314,7 @@ CASES = [
             ]
         ),
         L,
-        Reason.NO_SHORT,
+        PassReason.NO_SHORT,
         (0,),
         (0,),
     ),
@@ -322,7 +322,7 @@ CASES = [
         "a long without a target comes last",
         pass_view([long(RECENT_S, 1500), long(RECENT_S, 4000, deadline_s=NOW_S + 0.55)]),
         L,
-        Reason.URGENT,
+        PassReason.URGENT,
         (1,),
         (0,),
     ),
@@ -330,7 +330,7 @@ CASES = [
         "and without any target the order is as ever",
         pass_view([long(RECENT_S, 4000), long(RECENT_S, 1500)]),
         L,
-        Reason.NO_SHORT,
+        PassReason.NO_SHORT,
         (1,),
         (1,),
     ),
@@ -343,7 +343,7 @@ CASES = [
             ]
         ),
         L,
-        Reason.NO_SHORT,
+        PassReason.NO_SHORT,
         (0,),
         (0,),
     ),
@@ -363,14 +363,14 @@ def test_decide(case: Case) -> None:
     ("name", "gap_s", "reason", "first"),
     [
         # 1,500 and 4,000 tokens take 0.66 s of the 1.2 s, with 1.2 times the time that they take alone.
-        ("nothing arrives", None, Reason.NO_SHORT, 0),
-        ("what arrives leaves them 70 %", 0.4, Reason.NO_SHORT, 0),
-        ("what arrives leaves them 40 %", 0.2, Reason.URGENT, 1),
-        ("what arrives is more than can be done", 0.05, Reason.URGENT, 1),
+        ("nothing arrives", None, PassReason.NO_SHORT, 0),
+        ("what arrives leaves them 70 %", 0.4, PassReason.NO_SHORT, 0),
+        ("what arrives leaves them 40 %", 0.2, PassReason.URGENT, 1),
+        ("what arrives is more than can be done", 0.05, PassReason.URGENT, 1),
     ],
 )
 def test_the_more_arrives_the_sooner_is_a_long_urgent(
-    name: str, gap_s: float | None, reason: Reason, first: int
+    name: str, gap_s: float | None, reason: PassReason, first: int
 ) -> None:
     engine_policy = policy(decide=True)
     for count in range(0 if gap_s is None else 20, 0, -1):
@@ -438,8 +438,8 @@ def test_overdue_requests_have_their_share_of_time_and_no_more(bound_s: float, c
     requests = ran.run()
     first_s, *_, last_s = (request.first_token_s or 0.0 for request in requests[:count])
     assert {line.reason for line in ran.log if line.ran and line.ran[0].new_tokens > 90} <= {
-        Reason.OVERDUE,
-        Reason.NO_SHORT,  # before the first short came
+        PassReason.OVERDUE,
+        PassReason.NO_SHORT,  # before the first short came
     }
     assert 0.9 < (count - 1) * long_s / share / (last_s - first_s) < 1.1
     assert [request.rid for request in sorted(requests[:count], key=lambda one: one.first_token_s or 0.0)] == [
@@ -459,7 +459,7 @@ def test_the_share_pays_for_every_chunk_of_an_overdue_long() -> None:
     requests = ran.run()
     ends = sorted(request.first_token_s or 0.0 for request in requests[:2])
     assert 0.9 < long_s / SloKnobs.lasting_share / (ends[1] - ends[0]) < 1.1
-    assert sum(line.reason is Reason.OVERDUE for line in ran.log) == 2 * 3, "chunks"
+    assert sum(line.reason is PassReason.OVERDUE for line in ran.log) == 2 * 3, "chunks"
 
 
 def test_of_many_overdue_shorts_the_earliest_that_fit_run_and_few_are_looked_at() -> None:

@@ -10,7 +10,7 @@ import pytest
 from pla_sglang.policy.interface.decisions import Dispatch, FleetAction, Placement, PolicySet, SetRole
 from pla_sglang.policy.interface.fleet import FleetView, InstanceKind, InstanceState, InstanceView, RequestView, Role
 from pla_sglang.policy.interface.reasons import FleetReason, Reason
-from pla_sglang.policy.pairs import Choice, PairRunner
+from pla_sglang.policy.pairs import PairChoice, PairRunner
 from pla_sglang.policy.runner import Effects, Refusal
 
 P, D = Role.PREFILL, Role.DECODE
@@ -67,9 +67,9 @@ class Stage:
         self.request = RequestView("r", 10, 0.0)
         self.ordered: list[tuple[str, Reason]] = []
 
-    def choose(self, *, can_move: bool = True) -> Choice:
+    def choose(self, *, can_move: bool = True) -> PairChoice:
         choice = self.runner.choose(self.request, 1.0, can_move=can_move)
-        assert isinstance(choice, Choice)
+        assert isinstance(choice, PairChoice)
         return choice
 
     def place(self) -> Reason:

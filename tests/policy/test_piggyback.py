@@ -10,7 +10,7 @@ from support.temporal_scene import KNOBS, NOW_S, RECENT_S, lone_short
 from support.views import FLAT, long, pass_view, short
 
 from pla_sglang.policy.common.step_model import StepModel
-from pla_sglang.policy.interface.prefill import Action, PassDecision, PassView, Piggyback, Reason, WaitingView
+from pla_sglang.policy.interface.prefill import Action, PassDecision, PassReason, PassView, Piggyback, WaitingView
 from pla_sglang.policy.pla.temporal import TemporalKnobs, TemporalPolicy
 from pla_sglang.policy.slo.knobs import SloKnobs
 from pla_sglang.policy.slo.mixed_batches import MixedBatches, MixedBatchModel, PassCost, plan_mixed_batch
@@ -37,7 +37,7 @@ class Case:
     view: PassView
     action: Action
     piggyback: Piggyback | None
-    reason: Reason = Reason.NO_SHORT
+    reason: PassReason = PassReason.NO_SHORT
     tokens: int | None = None  # of the long's chunk
     selected: int | None = None  # how many
     model: MixedBatchModel = DECODE
@@ -82,7 +82,7 @@ CASES = [
         riding(pass_view([long(RECENT_S)]), slack_s=0.001, wait_s=0.02),
         H,
         None,
-        Reason.TOKEN_DEADLINE,
+        PassReason.TOKEN_DEADLINE,
     ),
     Case(
         "a decode step of their own is cheaper",
@@ -148,13 +148,13 @@ CASES = [
         Piggyback.TOGETHER,
         tokens=1000,
     ),
-    Case("shorts together", riding(pass_view(TWO_SHORTS)), S, Piggyback.TOGETHER, Reason.NO_GAIN, selected=2),
+    Case("shorts together", riding(pass_view(TWO_SHORTS)), S, Piggyback.TOGETHER, PassReason.NO_GAIN, selected=2),
     Case(
         "the last short waits for the next pass",
         riding(pass_view(TWO_SHORTS), slack_s=0.012),
         S,
         Piggyback.TOKEN_DEADLINE,
-        Reason.NO_GAIN,
+        PassReason.NO_GAIN,
         selected=1,
     ),
     Case(
@@ -162,14 +162,14 @@ CASES = [
         riding(pass_view([lone_short()]), slack_s=0.001),
         S,
         Piggyback.LATE,
-        Reason.NO_GAIN,
+        PassReason.NO_GAIN,
     ),
     Case(
         "who must start now is not left out",
         riding(pass_view([TWO_SHORTS[0], URGENT]), slack_s=0.012, wait_s=0.001),
         S,
         Piggyback.TOGETHER,
-        Reason.SLACK,
+        PassReason.SLACK,
         selected=2,
     ),
     Case(
@@ -253,7 +253,7 @@ def test_a_step_of_their_own_comes_after_the_pass(
     made.on_pass(first, view, first.selected, NOW_S)
     second = made.decide(riding(pass_view(long_prompts[1:]), wait_s=wait_s), NOW_S + 0.1)
     assert second.action is action, name
-    assert second.reason is (Reason.DECODE_TURN if action is H else Reason.NO_SHORT)
+    assert second.reason is (PassReason.DECODE_TURN if action is H else PassReason.NO_SHORT)
 
 
 @pytest.mark.parametrize(
@@ -298,10 +298,10 @@ def test_an_urgent_long_prompt_does_not_run_whole_where_it_is_too_late_for_next_
     """It was to share a pass, with the chunk under way or with the beginning of a larger one."""
     one, larger = long(RECENT_S, first), long(RECENT_S, 3000)
     chunk: WaitingView | None = larger if under_way else None
-    shared = PassDecision(S if under_way else L, Reason.SLACK, (one,) if under_way else (one, larger), 1000)
+    shared = PassDecision(S if under_way else L, PassReason.SLACK, (one,) if under_way else (one, larger), 1000)
     view = riding(pass_view([one] if under_way else [one, larger], chunk), slack_s=slack_s)
     planned = plan_mixed_batch(shared, view, PassCost(view, FLAT, DECODE), SloKnobs(), now_s=NOW_S, grid_tokens=1)
-    assert (planned.reason, planned.chunk_tokens, planned.piggyback) == (Reason.SLACK, tokens, piggyback)
+    assert (planned.reason, planned.chunk_tokens, planned.piggyback) == (PassReason.SLACK, tokens, piggyback)
     if action is None:
         assert planned == dataclasses.replace(shared, piggyback=piggyback)
         return

@@ -14,6 +14,7 @@ from support.fluid import FluidFleet
 
 from pla_sglang.common.errors import ConfigError
 from pla_sglang.policy.baselines.scalers import SlaScaler, ThresholdPlanner, ThresholdScaler
+from pla_sglang.policy.common import fleet_policy
 from pla_sglang.policy.common.fleet_policy import PLANNER_NAMES
 from pla_sglang.policy.common.load_meter import LoadSample
 from pla_sglang.policy.common.scaling import Limits, PhaseScaling, Scaling, Wanted, choose_leaving, steps_ahead
@@ -305,13 +306,14 @@ class Rising:
 @pytest.mark.parametrize("planner", ["dopd", "sla"])
 @pytest.mark.parametrize(("startup_s", "leaves"), [(None, True), (10.0, True), (20.0, False)])
 def test_none_leaves_that_is_needed_before_another_could_be_there(
-    planner: str, startup_s: float | None, leaves: bool
+    planner: str, startup_s: float | None, leaves: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(fleet_policy, "FORECASTERS", {"rising": Rising})
     policy = built(
         "combined",
         planner,
         plan_interval_s=10.0,
-        forecaster=Rising,
+        forecaster="rising",
         instances_min=1,
         prefills=None,
         knobs={"dopd.down_intervals": 1} if planner == "dopd" else {},

@@ -9,7 +9,7 @@ from policy.test_deadlines import KEPT_S, LOST_S, RECENT_S
 from support.temporal_scene import AGED_S, NOW_S, policy
 from support.views import long, pass_view, short
 
-from pla_sglang.policy.interface.prefill import Action, Reason, WaitingView
+from pla_sglang.policy.interface.prefill import Action, PassReason, WaitingView
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,7 +17,7 @@ class Kept:
     """A lost request of 500 + 4,000 tokens of KV cache, 24,000 of 100,000 free, and what differs from that."""
 
     name: str
-    reason: Reason
+    reason: PassReason
     lost: WaitingView = dataclasses.field(default_factory=lambda: lost_long())
     others: tuple[WaitingView, ...] = ()
     kv_free: int = 24_000
@@ -33,17 +33,17 @@ def lost_long(arrival_s: float = RECENT_S) -> WaitingView:
 @pytest.mark.parametrize(
     "case",
     [
-        Kept("it would take from the reserve", Reason.RESERVE),
-        Kept("a short would, too", Reason.RESERVE, short(RECENT_S, 90, output_tokens=4000, deadline_s=LOST_S)),
-        Kept("it leaves the reserve", Reason.NO_SHORT, kv_free=24_500),
-        Kept("or decode steps are too long", Reason.RESERVE, kv_free=24_500, decode_step_s=0.019),
-        Kept("but not without a target", Reason.NO_SHORT, kv_free=24_500, decode_step_s=0.019, tpot_target_s=None),
-        Kept("nothing runs that would free any", Reason.NO_SHORT, running=0),
-        Kept("its share of time is not bound by it", Reason.OVERDUE, lost_long(AGED_S)),
-        Kept("without a target it is not lost", Reason.NO_SHORT, long(RECENT_S, 500, output_tokens=4000)),
-        Kept("nor once it was retracted", Reason.NO_SHORT, dataclasses.replace(lost_long(), resumed=True)),
-        Kept("a long that can be kept runs", Reason.LOST_LONG, others=(long(RECENT_S, 400, deadline_s=KEPT_S),)),
-        Kept("and a short", Reason.NO_GAIN, others=(short(RECENT_S, output_tokens=4000, deadline_s=KEPT_S),)),
+        Kept("it would take from the reserve", PassReason.RESERVE),
+        Kept("a short would, too", PassReason.RESERVE, short(RECENT_S, 90, output_tokens=4000, deadline_s=LOST_S)),
+        Kept("it leaves the reserve", PassReason.NO_SHORT, kv_free=24_500),
+        Kept("or decode steps are too long", PassReason.RESERVE, kv_free=24_500, decode_step_s=0.019),
+        Kept("but not without a target", PassReason.NO_SHORT, kv_free=24_500, decode_step_s=0.019, tpot_target_s=None),
+        Kept("nothing runs that would free any", PassReason.NO_SHORT, running=0),
+        Kept("its share of time is not bound by it", PassReason.OVERDUE, lost_long(AGED_S)),
+        Kept("without a target it is not lost", PassReason.NO_SHORT, long(RECENT_S, 500, output_tokens=4000)),
+        Kept("nor once it was retracted", PassReason.NO_SHORT, dataclasses.replace(lost_long(), resumed=True)),
+        Kept("a long that can be kept runs", PassReason.LOST_LONG, others=(long(RECENT_S, 400, deadline_s=KEPT_S),)),
+        Kept("and a short", PassReason.NO_GAIN, others=(short(RECENT_S, output_tokens=4000, deadline_s=KEPT_S),)),
     ],
     ids=lambda case: case.name,
 )

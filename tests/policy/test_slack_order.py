@@ -10,14 +10,29 @@ from hypothesis import strategies as st
 from support.temporal_scene import NOW_S, policy
 from support.views import pass_view, waiting
 
-from pla_sglang.policy.interface.prefill import Action, Reason, WaitingView
+from pla_sglang.policy.interface.prefill import Action, PassReason, WaitingView
 from pla_sglang.policy.slo.policy import SloPolicy
 
 # Rules that run somebody although another one has less slack: the class, the batch, the age, the share, the memory.
 PASSING = {
-    *(Reason.DEPTH, Reason.TOKENS, Reason.WINDOW, Reason.SLACK, Reason.BUCKET, Reason.NO_GAIN, Reason.RESUMED),
-    *(Reason.NO_SHORT, Reason.SHORT_HELD, Reason.SHORT_BLOCKED, Reason.AGE, Reason.LOST_SHORT, Reason.LOST_LONG),
-    *(Reason.OVERDUE, Reason.PRIORITY),
+    *(
+        PassReason.DEPTH,
+        PassReason.TOKENS,
+        PassReason.WINDOW,
+        PassReason.SLACK,
+        PassReason.BUCKET,
+        PassReason.NO_GAIN,
+        PassReason.RESUMED,
+    ),
+    *(
+        PassReason.NO_SHORT,
+        PassReason.SHORT_HELD,
+        PassReason.SHORT_BLOCKED,
+        PassReason.AGE,
+        PassReason.LOST_SHORT,
+        PassReason.LOST_LONG,
+    ),
+    *(PassReason.OVERDUE, PassReason.PRIORITY),
 }
 prompts = st.builds(
     lambda tokens, age_s, due_in_s, rank: waiting(
@@ -47,7 +62,7 @@ def test_who_waits_with_less_slack(queue: list[WaitingView], chunk: WaitingView 
     ]
     if not left or decision.reason in PASSING:
         return
-    assert decision.reason is Reason.URGENT
+    assert decision.reason is PassReason.URGENT
     [urgent] = chosen
     assert urgent.deadline_s is not None
     for one in left:  # its own deadline is later, or the plan has rejected it, or it cannot overtake the chunk

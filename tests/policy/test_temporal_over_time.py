@@ -9,7 +9,7 @@ from support.temporal_scene import AGED_S, KNOBS, NOW_S, RECENT_S, lone_short, o
 from support.views import BOUNDARY_TOKENS, FLAT, long, pass_view, short
 
 from pla_sglang.policy.common.step_model import GPU_START
-from pla_sglang.policy.interface.prefill import Action, Reason
+from pla_sglang.policy.interface.prefill import Action, PassReason
 from pla_sglang.policy.pla.awd import AwdKnobs
 from pla_sglang.policy.pla.boundary import find_boundary
 from pla_sglang.policy.pla.temporal import Mixing
@@ -33,16 +33,16 @@ def test_ageing_is_counted_anew_when_it_begins_anew() -> None:
     made = policy()
     aged = pass_view([lone_short()], long(AGED_S))
     assert run(made, aged).action is Action.SHORT  # nobody has had anything yet
-    assert run(made, aged).reason is Reason.AGE
+    assert run(made, aged).reason is PassReason.AGE
     assert run(made, aged).action is Action.SHORT  # the long has had its share
     assert run(made, pass_view([lone_short()], long(RECENT_S))).action is Action.SHORT
     assert run(made, aged).action is Action.SHORT
-    assert run(made, aged).reason is Reason.AGE
+    assert run(made, aged).reason is PassReason.AGE
 
 
 def test_priority_of_shorts_does_not_starve_an_aged_long() -> None:
     view = pass_view([short(RECENT_S, priority_rank=0), long(AGED_S, priority_rank=1)])
-    assert owing(policy()).decide(view, NOW_S).reason is Reason.AGE
+    assert owing(policy()).decide(view, NOW_S).reason is PassReason.AGE
 
 
 # -- nothing running: a class that cannot run lets the other try -------------------------------------------------------
@@ -78,13 +78,14 @@ def test_the_next_piece_is_no_larger_than_its_room(room_tokens: int, piece_token
     assert policy(long_prompts=in_pages).decide(view, NOW_S).chunk_tokens == piece_tokens
     aged = pass_view([lone_short()], long(AGED_S), kv_room=room_tokens, running=4)
     decision = owing(policy(long_prompts=in_pages)).decide(aged, NOW_S)
-    assert (decision.reason, decision.chunk_tokens) == (Reason.AGE, piece_tokens)
+    assert (decision.reason, decision.chunk_tokens) == (PassReason.AGE, piece_tokens)
 
 
 def test_less_than_a_page_is_no_room_except_for_the_last_piece() -> None:
     in_pages = dataclasses.replace(KNOBS.long_prompts, grid_tokens=32)
     assert (
-        policy(long_prompts=in_pages).decide(pass_view([], long(RECENT_S), kv_room=31), NOW_S).reason is Reason.KV_DRAIN
+        policy(long_prompts=in_pages).decide(pass_view([], long(RECENT_S), kv_room=31), NOW_S).reason
+        is PassReason.KV_DRAIN
     )
     last = pass_view([], long(RECENT_S, 16), kv_room=16)
     assert policy(long_prompts=in_pages).decide(last, NOW_S).action is Action.LONG
@@ -126,7 +127,7 @@ def test_a_pass_whose_chunk_alone_ran_has_blocked_its_shorts() -> None:
     decision = made.decide(view, NOW_S)
     assert decision.shares_with_chunk
     made.on_pass(decision, view, [view.chunk], NOW_S)
-    assert made.decide(view, NOW_S).reason is Reason.SHORT_BLOCKED
+    assert made.decide(view, NOW_S).reason is PassReason.SHORT_BLOCKED
 
 
 def test_a_chunk_without_room_shares_no_pass() -> None:

@@ -10,7 +10,7 @@ from support.sim import Fcfs, profile, simulation, trace
 
 from pla_sglang.common.errors import ConfigError
 from pla_sglang.policy.common.step_model import StepModel
-from pla_sglang.policy.interface.prefill import Action, PassDecision, PassView, Reason
+from pla_sglang.policy.interface.prefill import Action, PassDecision, PassReason, PassView
 from pla_sglang.policy.pla.awd import AwdKnobs
 from pla_sglang.policy.pla.long_prompts import LongKnobs
 from pla_sglang.policy.pla.temporal import TemporalKnobs, TemporalPolicy
@@ -128,7 +128,7 @@ class LastFirst(Fcfs):
     """Whoever came last, alone."""
 
     def decide(self, view: PassView, now_s: float) -> PassDecision:
-        return PassDecision(Action.SHORT, Reason.ORDER, tuple(view.waiting[-1:]))
+        return PassDecision(Action.SHORT, PassReason.ORDER, tuple(view.waiting[-1:]))
 
 
 def test_a_request_beyond_the_match_window_is_matched_when_it_is_added() -> None:
@@ -202,7 +202,7 @@ class Refuses(Fcfs):
     """Never asks for anything."""
 
     def decide(self, view: PassView, now_s: float) -> PassDecision:
-        return PassDecision(Action.HOLD, Reason.BLOCKED)
+        return PassDecision(Action.HOLD, PassReason.BLOCKED)
 
 
 def test_a_policy_that_never_serves_is_an_error_not_a_hang() -> None:

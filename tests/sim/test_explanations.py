@@ -21,7 +21,7 @@ from pla_sglang.policy.interface.reasons import FleetReason
 
 def test_every_reason_has_its_sentence() -> None:
     assert set(FLEET) == {reason.value for reason in FleetReason}
-    assert set(ENGINE) == {reason.value for reason in prefill.Reason}
+    assert set(ENGINE) == {reason.value for reason in prefill.PassReason}
     assert set(WORKER) == {reason.value for reason in WorkerReason}
     assert set(MOVE) == {DRAIN, *(cause.label for cause, rule in RULES.items() if rule.shown is not Who.NONE)}
     texts = [*FLEET.values(), *ENGINE.values(), *WORKER.values(), *MOVE.values()]

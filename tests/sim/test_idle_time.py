@@ -41,7 +41,7 @@ def test_what_is_left_out_changes_nothing(policy: str, monkeypatch: pytest.Monke
     whole = run(policy, trace)
     assert short.events < 0.8 * whole.events
     assert (short.stage, short.reasons, short.counts) == (whole.stage, whole.reasons, whole.counts)
-    for name in ("prefill_instance", "decode_instance", "migrations", "retries", "retractions"):
+    for name in ("prefill_instance", "decode_instance", "migrations", "retractions"):
         assert np.array_equal(getattr(short, name), getattr(whole, name))
     for name in ("arrival_s", "first_token_s", "finish_s"):
         np.testing.assert_allclose(getattr(short.served, name), getattr(whole.served, name), rtol=0, atol=1e-6)

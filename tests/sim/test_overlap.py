@@ -7,7 +7,7 @@ from support.sim import profile, simulation, to_decode_pool, trace
 
 from pla_sglang.common.errors import ConfigError
 from pla_sglang.policy.interface.fleet import Role
-from pla_sglang.sim.core.config import InstanceFault, InstanceSpec
+from pla_sglang.sim.core.config import InstanceSpec
 from pla_sglang.sim.core.engine_knobs import EngineKnobs
 from pla_sglang.sim.core.host import HostKnobs
 from pla_sglang.sim.core.network import NetworkKnobs
@@ -129,21 +129,3 @@ def test_a_prefill_waits_for_room_at_its_decode_instance() -> None:
 def test_a_pair_needs_a_host_that_works_ahead() -> None:
     with pytest.raises(ConfigError, match="room_first"):
         HostKnobs(room_first=True)
-
-
-@pytest.mark.parametrize("at_s", [0.005, 0.05, 0.15, 0.25])
-@pytest.mark.parametrize("dead", [0, 1])
-def test_a_death_at_any_time_leaves_nothing_behind(at_s: float, dead: int) -> None:
-    host = HostKnobs(overlap=True, room_first=True, front_s=0.01, handshake_s=0.01, handoff_s=0.01)
-    rows = trace((0.0, 100, 11), (0.02, 100, 11))
-    fleet = [P, D, P, D]
-    fault = InstanceFault(at_s, dead)
-    result = run(rows, fleet, route=to_decode_pool(), network=SLOW, host=host, instance_faults=[fault])
-    assert result.stage == ["finished", "finished"]
-
-
-@pytest.mark.parametrize("after_s", [0.0, 0.005, 0.015, 0.05, 0.12, 0.15, 0.25])
-def test_a_user_may_leave_at_any_time(after_s: float) -> None:
-    host = HostKnobs(overlap=True, room_first=True, front_s=0.01, handshake_s=0.01, handoff_s=0.01)
-    result = run_pair((0.0, 100, 11), (0.001, 100, 11), host=host, cancels={0: after_s})
-    assert result.stage == ["cancelled", "finished"]

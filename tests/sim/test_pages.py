@@ -24,7 +24,7 @@ from pla_sglang.common.errors import ConfigError
 from pla_sglang.common.legend.colours import NOT_READY_COLOUR, POLICY_COLOURS, ROLE_COLOURS, STAGE_COLOURS
 from pla_sglang.policy.interface.fleet import Role
 from pla_sglang.sim.core.experiment import Experiment, ExperimentResult, run_experiment
-from pla_sglang.sim.core.samples import GONE, ROLE_ORDER, Samples
+from pla_sglang.sim.core.samples import GONE, ROLE_ORDER, FleetSamples
 from pla_sglang.sim.metrics.goodput import Capacity, Slo
 from pla_sglang.sim.planning.result import FleetRow, PlanResult, RateTried, SizeTried
 from pla_sglang.sim.report import page as pages
@@ -318,12 +318,12 @@ def test_a_distribution_keeps_its_ends_when_it_is_thinned() -> None:
     assert thin_distribution(np.array([math.nan]))[0].size == 0
 
 
-def samples(count: int, instances: int = 2) -> Samples:
+def samples(count: int, instances: int = 2) -> FleetSamples:
     tokens = np.tile(np.arange(count, dtype=np.int64)[:, None], (1, instances))
     role = np.full((count, instances), ROLE_ORDER.index(Role.PREFILL), dtype=np.int8)
     role[count // 2 :, 0] = ROLE_ORDER.index(Role.DECODE)
     role[: count // 4, 1] = GONE
-    return Samples(np.arange(count) * 5.0, tokens, tokens * 2, tokens, role)
+    return FleetSamples(np.arange(count) * 5.0, tokens, tokens * 2, tokens, role)
 
 
 def test_timelines_are_means_over_bins_and_roles_have_spans() -> None:

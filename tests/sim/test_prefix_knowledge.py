@@ -5,10 +5,12 @@ from __future__ import annotations
 import random
 
 import pytest
+from support.sim import Script, stop_first
 
+from pla_sglang.policy.interface.decisions import Controller
 from pla_sglang.policy.registry import Setup, build
 from pla_sglang.profiles.load import load_profile
-from pla_sglang.sim.core.config import InstanceFault, InstanceSpec, Policies, PrefixKnowledge, SimConfig
+from pla_sglang.sim.core.config import InstanceSpec, Policies, PrefixKnowledge, SimConfig
 from pla_sglang.sim.core.engine_knobs import AnswerCaching, EngineKnobs
 from pla_sglang.sim.core.experiment import Experiment, engine_policy, run_experiment
 from pla_sglang.sim.core.simulation import Simulation
@@ -23,18 +25,19 @@ def chats(count: int = 150) -> Trace:
     return chat_trace(count, Arrivals(4.0, random.Random(1), think_s=20.0)).with_session_hashes()
 
 
-def simulation(*faults: InstanceFault) -> Simulation:
+def simulation(*controllers: Controller) -> Simulation:
     """Two small instances behind a policy that follows prefixes."""
     steps = load_profile("h100-llama3.1-8b-tp1")
     setup = Setup(steps=steps, kv_capacity_tokens=CAPACITY_TOKENS, ttft_slo_s=1.0, tpot_slo_s=0.03, instances=2)
     config = SimConfig(
         [InstanceSpec(steps, count=2, kv_capacity_tokens=CAPACITY_TOKENS)],
         engine=EngineKnobs(answers=AnswerCaching.KEPT),
-        instance_faults=faults,
         prefix_knowledge=PrefixKnowledge.INDEX,
     )
     policies = Policies(
-        build("cache-aware", setup).dispatcher, lambda profile, knobs: engine_policy("fcfs", profile, knobs)
+        build("cache-aware", setup).dispatcher,
+        lambda profile, knobs: engine_policy("fcfs", profile, knobs),
+        controllers,
     )
     return Simulation(chats(), config, policies)
 
@@ -63,8 +66,8 @@ def test_what_is_known_stays_within_the_cache() -> None:
         assert one.view.evicted_next_s == pytest.approx(one.pool.evicted_next_s, abs=60)
 
 
-def test_an_instance_that_has_died_is_known_to_have_nothing() -> None:
-    made = simulation(InstanceFault(20.0, 0, None))
+def test_an_instance_that_has_left_is_known_to_have_nothing() -> None:
+    made = simulation(Script((20.0, stop_first)))
     made.run()
     fleet = made.cluster.fleet
     assert fleet.cache.count_tokens(0) == 0 < fleet.cache.count_tokens(1)

@@ -1,4 +1,4 @@
-"""Several instances: hand-off, network, migration, flips, scaling, failures, cancels; by hand, then at random."""
+"""Several instances: hand-off, network, migration, flips, scaling; by hand, then at random."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from support.sim import Fcfs, Route, Script, least, profile, simulation, to_decode_pool, trace
+from support.sim import Fcfs, Route, Script, least, profile, simulation, stop_first, to_decode_pool, trace
 
 from pla_sglang.common.errors import ConfigError
 from pla_sglang.policy.interface.decisions import FleetAction, Migrate, ScaleTo, SetRole
 from pla_sglang.policy.interface.fleet import FleetView, InstanceKind, InstanceState, RequestView, Role
 from pla_sglang.policy.interface.reasons import FleetReason
 from pla_sglang.profiles import ProfileError
-from pla_sglang.sim.core.config import InstanceFault, InstanceSpec, LinkFault, RoleSwitch, SimConfig
+from pla_sglang.sim.core.config import InstanceSpec, RoleSwitch, SimConfig
 from pla_sglang.sim.core.engine_knobs import EngineKnobs
 from pla_sglang.sim.core.errors import SimError
 from pla_sglang.sim.core.fleet import Life
@@ -63,14 +63,12 @@ def test_transfers_to_one_receiver_queue() -> None:
     assert result.served.finish_s.tolist() == pytest.approx([0.21, 0.31])
 
 
-def test_links_are_taken_first_come_first_served_and_wait_while_down() -> None:
+def test_links_are_taken_first_come_first_served() -> None:
     network = Network(NetworkKnobs(1000.0, 0.5))
     assert network.send(0, 1, 1000, 0.0) == pytest.approx(1.5)
     assert network.send(0, 2, 1000, 0.0) == pytest.approx(3.0), "the sender is busy"
     assert network.send(3, 1, 1000, 0.0) == pytest.approx(3.0), "the receiver is busy"
     assert network.send(4, 5, 1000, 0.0) == pytest.approx(1.5), "others are not"
-    network.cut(6, 7, 10.0)
-    assert network.send(6, 7, 1000, 1.0) == pytest.approx(11.5)
 
 
 def test_a_decode_waits_for_room_and_keeps_its_memory_at_the_source_until_then() -> None:
@@ -89,14 +87,6 @@ def test_a_hand_off_that_waits_too_long_is_computed_anew_at_its_target() -> None
     assert result.stage == ["finished", "finished"]
     first, second = result.served.finish_s
     assert second >= first + 0.1 + 0.99, "after the first has left: 101 tokens of prefill, then the rest"
-
-
-def test_a_broken_link_repeats_the_transfer() -> None:
-    fault = LinkFault(at_s=0.15, source=0, target=1, down_s=1.0)
-    result = run(trace((0.0, 100, 11)), [P, D], route=to_decode_pool(), network=SLOW, link_faults=[fault])
-    assert result.counts["transfers_repeated"] == 1
-    # The links stay taken for what was to be the first transfer; the way is back at 1.15.
-    assert result.served.finish_s[0] == pytest.approx(1.15 + 0.1 + 0.1)
 
 
 @pytest.mark.parametrize(("host", "decoded_on"), [(NO_HOST, [2, 2]), (PLACE_FIRST, [2, 3])])
@@ -228,60 +218,22 @@ def test_a_controller_that_looks_on_costs_nothing() -> None:
     assert slow.gpu_hours == plain.gpu_hours == plain.end_s / 3600
 
 
-# -- what breaks -----------------------------------------------------------------------------------------------------
+# -- nobody there ----------------------------------------------------------------------------------------------------
 
 
-def test_requests_of_a_dead_instance_start_anew_elsewhere_and_keep_their_tokens() -> None:
-    fault = InstanceFault(at_s=0.5, index=0)
-    one = simulation(trace((0.0, 100, 101)), [InstanceSpec(HAND, count=2)], instance_faults=[fault])
-    result = one.run()
-    one.cluster.check_integrity()
-    # 41 tokens given; 141 tokens are prefilled on the other (0.141 s) and give the 42nd; 59 are left
-    assert result.retries[0] == 1
-    assert result.served.first_token_s[0] == pytest.approx(0.1)
-    assert result.served.finish_s[0] == pytest.approx(0.5 + 0.141 + 0.59, abs=0.011)
+def test_who_finds_nobody_waits_for_the_next_instance() -> None:
+    def replace(fleet: FleetView) -> list[FleetAction]:
+        return [ScaleTo(Role.MIXED, 1, WHY, start=1), *stop_first(fleet)]
+
+    script = Script((0.5, replace))
+    result = run(trace((1.0, 100, 2)), [InstanceSpec(HAND)], controllers=[script], startup_s=3.0)
+    assert result.prefill_instance[0] == 1
+    assert result.served.first_token_s[0] == pytest.approx(0.5 + 3.0 + 0.1)
 
 
-def test_who_may_not_be_retried_fails_once() -> None:
-    route = Route()
-    fault = InstanceFault(at_s=0.5, index=0)
-    fleet = [InstanceSpec(HAND, count=2)]
-    result = run(trace((0.0, 100, 101)), fleet, route=route, instance_faults=[fault], retries=0)
-    assert result.stage == ["failed"]
-    assert math.isnan(result.served.finish_s[0])
-    assert [rid for rid, _ in route.finished] == ["r0"]
-
-
-@pytest.mark.parametrize("at_s", [0.05, 0.15, 0.25])
-def test_a_receiver_that_dies_costs_no_prefill(at_s: float) -> None:
-    fault = InstanceFault(at_s=at_s, index=1)
-    result = run(trace((0.0, 100, 11)), [P, D, D], route=to_decode_pool(), network=SLOW, instance_faults=[fault])
-    assert result.stage == ["finished"]
-    assert result.decode_instance[0] == 2
-    assert (result.retries[0] == 0) == (at_s < 0.2), "only KV that was already there is lost"
-
-
-def test_nobody_left_waits_for_the_replacement() -> None:
-    fault = InstanceFault(at_s=0.05, index=0, down_s=2.0)
-    result = run(trace((0.0, 100, 2)), [InstanceSpec(HAND)], instance_faults=[fault], startup_s=3.0)
-    assert result.served.first_token_s[0] == pytest.approx(5.05 + 0.1)
-
-
-def test_nobody_left_for_ever_is_an_error() -> None:
+def test_nobody_there_for_ever_is_an_error() -> None:
     with pytest.raises(SimError, match="1 requests can never end"):
-        run(trace((0.0, 100, 2)), [InstanceSpec(HAND)], instance_faults=[InstanceFault(0.05, 0)])
-
-
-@pytest.mark.parametrize(
-    ("after_s", "where"), [(0.0, "waiting"), (0.05, "prefill"), (0.15, "transfer"), (0.25, "decode"), (0.5, "ended")]
-)
-def test_a_user_may_leave_at_any_time(after_s: float, where: str) -> None:
-    route = to_decode_pool()
-    rows = trace((0.0, 100, 11), (1.0, 100, 11))
-    result = run(rows, [P, D], route=route, network=SLOW, cancels={0: after_s})
-    assert result.stage == ["finished" if where == "ended" else "cancelled", "finished"]
-    assert sorted(rid for rid, _ in route.finished) == ["r0", "r1"]
-    assert result.served.finish_s[1] == pytest.approx(1.3), "the next finds everything free"
+        run(trace((1.0, 100, 2)), [InstanceSpec(HAND)], controllers=[Script((0.5, stop_first))])
 
 
 def test_overload_is_served_in_the_end() -> None:
@@ -295,7 +247,7 @@ def test_overload_is_served_in_the_end() -> None:
 
 
 def wild(seed: int, host: HostKnobs = NO_HOST) -> RunResult:
-    """Random load, flips, migrations, scaling, deaths, cuts and cancels on a fleet with little memory."""
+    """Random load, flips, migrations and scaling on a fleet with little memory."""
     rng = random.Random(seed)
     rows = generated_trace(120, Arrivals(30.0, rng, cv=2.0), length_model("sharegpt4_first_turn_prompt"), fixed(60))
     ids = tuple(tuple(range(100 * rng.randrange(4), 100 * rng.randrange(4) + int(n) // 64)) for n in rows.input_tokens)
@@ -333,22 +285,18 @@ def wild(seed: int, host: HostKnobs = NO_HOST) -> RunResult:
         network=NetworkKnobs(2e6, 1e-3),
         host=host,
         startup_s=0.5,
-        instance_faults=[InstanceFault(rng.uniform(0, 5), rng.randrange(3), 1.0) for _ in range(2)],
-        link_faults=[LinkFault(rng.uniform(0, 5), rng.randrange(3), rng.randrange(3), 0.3) for _ in range(3)],
-        cancels={row: rng.uniform(0, 2) for row in range(0, 120, 9)},
     )
 
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 1 << 30), st.sampled_from(HOSTS))
-@example(126, HOSTS[0])  # the target of a move dies while the pass before the move is under way
 @example(50105, HostKnobs(place_first=True))  # the prefill of one that was computed again gives its last token
 @example(725, HOSTS[2])  # engines that kept all their room for each other's prefills
 def test_every_request_ends_once_and_nothing_is_left_behind(seed: int, host: HostKnobs) -> None:
     """``run`` ends with check_integrity: no KV token, no backlog count, no open request is left."""
     result = wild(seed, host)
     assert len(result.stage) == 120
-    assert set(result.stage) <= {"finished", "cancelled", "refused", "failed"}
+    assert set(result.stage) <= {"finished", "refused"}
     done = np.array([stage == "finished" for stage in result.stage])
     served = result.served
     assert np.isfinite(served.finish_s[done]).all()
@@ -373,13 +321,9 @@ def test_chaos_is_the_same_twice() -> None:
         (lambda: InstanceSpec(HAND, kv_capacity_tokens=0), "instance kv_capacity_tokens 0 is out of range"),
         (lambda: SimConfig([P], ttft_slo_s=0.0), "ttft_slo_s 0.0 is out of range; allowed: above 0"),
         (lambda: SimConfig([P], report_interval_s=0.0), "report_interval_s 0.0 is out of range"),
-        (lambda: SimConfig([P], retries=-1), "retries -1 is out of range"),
         (lambda: SimConfig([P], startup_s=math.inf), "startup_s inf is out of range"),
-        (lambda: SimConfig([P], cancels={0: -1.0}), "cancel of row 0, seconds -1.0 is out of range"),
-        (lambda: InstanceFault(-1.0, 0), "fault at_s -1.0 is out of range"),
         (lambda: NetworkKnobs(0.0), "network bandwidth_bytes_per_s 0.0 is out of range"),
         (lambda: NetworkKnobs(1.0, -1.0), "network latency_s -1.0 is out of range"),
-        (lambda: simulation(trace((0.0, 1, 1)), [P], cancels={5: 1.0}), "cancel of row 5; allowed: 0 to 0"),
     ],
 )
 def test_bad_input_is_named(make: object, message: str) -> None:
@@ -397,10 +341,11 @@ def test_a_profile_without_decode_is_refused() -> None:
         profile(decode_base_s=0.0)
 
 
-def test_a_dispatch_to_the_dead_is_an_error_of_the_policy() -> None:
+def test_a_dispatch_to_an_instance_that_has_left_is_an_error_of_the_policy() -> None:
     route = Route(on_first)  # type: ignore[arg-type]
+    fleet, script = [InstanceSpec(HAND, count=2)], Script((0.5, stop_first))
     with pytest.raises(SimError, match="r0 was sent to i0, which is dead"):
-        run(trace((1.0, 10, 1)), [InstanceSpec(HAND, count=2)], route=route, instance_faults=[InstanceFault(0.5, 0)])
+        run(trace((1.0, 10, 1)), fleet, route=route, controllers=[script])
 
 
 def test_policies_hear_of_first_tokens_intervals_and_ends() -> None:

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.sim import profile, simulation, trace
 
-from pla_sglang.policy.interface.prefill import Action, PassDecision, PassView, Piggyback, Reason
+from pla_sglang.policy.interface.prefill import Action, PassDecision, PassReason, PassView, Piggyback
 from pla_sglang.policy.pla.long_prompts import LongKnobs
 from pla_sglang.policy.pla.temporal import TemporalKnobs, TemporalPolicy
 from pla_sglang.policy.slo.knobs import SloKnobs
@@ -112,7 +112,7 @@ def test_a_target_that_no_pass_can_keep_starves_no_prefill(work: list[tuple[floa
     """Between two prefill passes there is at most one decode step of this rule."""
     result, log = run(work, 0.001)
     assert result.counts["finished"] == len(work)
-    holds = [decision.reason is Reason.TOKEN_DEADLINE for _, decision in log]
+    holds = [decision.reason is PassReason.TOKEN_DEADLINE for _, decision in log]
     assert not any(first and second for first, second in itertools.pairwise(holds))
 
 

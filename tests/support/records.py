@@ -20,7 +20,7 @@ from pla_sglang.fleet.router.control.workers.table import Worker, WorkerTable
 from pla_sglang.fleet.router.wire.messages import Ask, Endpoint
 from pla_sglang.policy.interface.fleet import RequestView
 from pla_sglang.policy.interface.reasons import FleetReason
-from pla_sglang.policy.pairs import Choice
+from pla_sglang.policy.pairs import PairChoice
 
 
 def make_record(
@@ -34,7 +34,7 @@ def make_record(
     record = record_of(ask, view, prompt, default_ttft_slo_s=1.0, default_tpot_slo_s=0.1)
     if instances is not None:
         prefill, decode = (worker.view for worker in _place(record.present, instances))
-        choice = Choice(prefill, decode, FleetReason.NO_INSTANCE, FleetReason.NO_INSTANCE, None)
+        choice = PairChoice(prefill, decode, FleetReason.NO_INSTANCE, FleetReason.NO_INSTANCE, None)
         record.present.placement = Placement(choice, **_take(fields, Placement))
     if ended := _take(fields, End):
         record.end = End(**ended)

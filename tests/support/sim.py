@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from pla_sglang.policy.interface.decisions import Controller, Dispatch, FleetAction, Observer, Placement
+from pla_sglang.policy.interface.decisions import Controller, Dispatch, FleetAction, Observer, Placement, ScaleTo
 from pla_sglang.policy.interface.fleet import FleetView, InstanceView, RequestView, Role
-from pla_sglang.policy.interface.prefill import Action, PassDecision, PassView, Reason, WaitingView
+from pla_sglang.policy.interface.prefill import Action, PassDecision, PassReason, PassView, WaitingView
 from pla_sglang.policy.interface.reasons import FleetReason
 from pla_sglang.profiles import LaunchFloor, StepProfile
 from pla_sglang.profiles.step import DecodeTerms, PrefillTerms
@@ -54,10 +54,10 @@ class Fcfs:
 
     def decide(self, view: PassView, now_s: float) -> PassDecision:
         if view.chunk is not None:
-            return PassDecision(Action.LONG, Reason.NO_SHORT, ())
+            return PassDecision(Action.LONG, PassReason.NO_SHORT, ())
         if not view.waiting:
-            return PassDecision(Action.HOLD, Reason.EMPTY)
-        return PassDecision(Action.LONG, Reason.NO_SHORT, tuple(view.waiting[: self.most]))
+            return PassDecision(Action.HOLD, PassReason.EMPTY)
+        return PassDecision(Action.LONG, PassReason.NO_SHORT, tuple(view.waiting[: self.most]))
 
 
 class Route(Observer):
@@ -118,6 +118,11 @@ class Script:
         due = [line for line in self._lines if line[0] <= now_s]
         self._lines = [line for line in self._lines if line[0] > now_s]
         return [action for _, make in due for action in make(fleet)]
+
+
+def stop_first(fleet: FleetView) -> list[FleetAction]:
+    """The first instance finishes what it has, and ends."""
+    return [ScaleTo(Role.MIXED, 1, FleetReason.STEADY, drain=(fleet.instances[0],))]
 
 
 def trace(*rows: tuple[float, int, int], **columns: object) -> Trace:

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from pla_sglang.policy.common.step_model import StepModel
-from pla_sglang.policy.interface.prefill import Action, PassDecision, PassView, Reason, WaitingView
+from pla_sglang.policy.interface.prefill import Action, PassDecision, PassReason, PassView, WaitingView
 from pla_sglang.policy.pla.temporal import TemporalPolicy
 
 DECODE_STEP_S = 0.012
@@ -57,8 +57,7 @@ class Pass:
 
     now_s: float
     action: Action
-    reason: Reason
-    gain_s: float
+    reason: PassReason
     release_s: float | None
     device_idle: bool
     head_arrival_s: float | None  # of the first short that waits
@@ -334,7 +333,6 @@ class VirtualEngine:
                 now_s=self.now_s,
                 action=decision.action,
                 reason=decision.reason,
-                gain_s=decision.expected_gain_s,
                 release_s=decision.release_s,
                 device_idle=not self.running,
                 head_arrival_s=next(heads, None),

@@ -38,7 +38,7 @@ from pla_sglang.policy.registry import Setup, build
 from pla_sglang.profiles import load_profile
 from pla_sglang.sim.core.config import InstanceSpec
 from pla_sglang.sim.core.engine_knobs import EngineKnobs
-from pla_sglang.sim.core.samples import ROLE_ORDER, Samples
+from pla_sglang.sim.core.samples import ROLE_ORDER, FleetSamples
 from pla_sglang.sim.metrics.goodput import goodput
 from pla_sglang.sim.workload import Trace
 
@@ -378,13 +378,13 @@ def scale(system: str, rate_per_s: float, *, context: Context) -> Scaled:
     return Scaled(run.samples.at_s, ready_gpus(run.samples), attainment, run.gpu_hours, follows)
 
 
-def ready_gpus(samples: Samples) -> npt.NDArray[np.float64]:
+def ready_gpus(samples: FleetSamples) -> npt.NDArray[np.float64]:
     """By sample: one a P and two a D instance."""
     ready = [(samples.role == ROLE_ORDER.index(role)).sum(axis=1) for role in (Role.PREFILL, Role.DECODE)]
     return np.asarray(ready[0] + 2.0 * ready[1])
 
 
-def correlation(scaled: Samples, trace: Trace) -> float:
+def correlation(scaled: FleetSamples, trace: Trace) -> float:
     """Pearson's, of arrivals and mean ready GPUs in bins of ``BIN_S``; nan where one of them never changes."""
     edges_s = np.arange(0.0, trace.arrival_s[-1] + BIN_S, BIN_S)
     load = np.histogram(trace.arrival_s, edges_s)[0]

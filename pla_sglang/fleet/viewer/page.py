@@ -10,15 +10,14 @@ from __future__ import annotations
 import base64
 import functools
 import hashlib
-import json
 from collections.abc import Mapping
 from importlib import resources
 from typing import Any
 
 from pla_sglang.common.legend.colours import CLASS_COLOURS, PLAN_COLOURS, ROLE_COLOURS, STATE_COLOURS
 from pla_sglang.common.legend.explanations import FLEET, MOVE, UNKNOWN, WORKER, WORKER_PREFIX
+from pla_sglang.common.legend.pages import encode_json, read_base_style
 from pla_sglang.common.legend.plan import PLAN_FIGURES
-from pla_sglang.common.legend.style import read_base_style
 
 CONTENT_TYPE = "text/html; charset=utf-8"
 
@@ -31,7 +30,7 @@ def render_live() -> bytes:
 
 def render_recorded(document: Mapping[str, Any]) -> str:
     """The page with all of its data: ``FleetHistory.to_document`` and what the header of the page says."""
-    return _fill_template({"data": _encode_json(document)}, _describe_policy(live=False))
+    return _fill_template({"data": encode_json(document)}, _describe_policy(live=False))
 
 
 @functools.cache
@@ -78,7 +77,7 @@ def _fill_template(texts: Mapping[str, str], policy: str) -> str:
         "policy": policy,
         "style": _read_style(),
         "script": _read_script(),
-        "legend": _encode_json(_describe_legend()),
+        "legend": encode_json(_describe_legend()),
         "data": "null",
         **texts,
     }
@@ -97,8 +96,3 @@ def _describe_legend() -> dict[str, Any]:
         "reasons": reasons,
         "unknown": UNKNOWN,
     }
-
-
-def _encode_json(value: Any) -> str:
-    """JSON that may stand inside a script element, whatever its texts hold."""
-    return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")

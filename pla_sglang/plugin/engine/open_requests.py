@@ -16,7 +16,7 @@ GRACE_S = 1.0  # for what is being written
 ENDED = "the server has ended"
 
 
-class OpenRequests:
+class OpenTasks:
     """A middleware of ASGI that knows the tasks of open requests. Each app has its own."""
 
     def __init__(self) -> None:

@@ -13,8 +13,8 @@ from typing import Any
 
 import msgspec
 
-from pla_sglang.load.push import Pusher
 from pla_sglang.load.report import MOST_STEPS, Backlog, FittedPasses, PassTiming, PassTotals, Report
+from pla_sglang.load.sockets import Pusher
 from pla_sglang.load.window import SIGNAL_WINDOW_S, BusyShare, WindowMean
 from pla_sglang.plugin.config import PlaConfig
 from pla_sglang.plugin.engine import backlog

@@ -10,7 +10,7 @@ from pla_sglang.common.errors import ConfigError
 from pla_sglang.plugin import config as pla_config
 from pla_sglang.plugin.engine import compat, control
 from pla_sglang.plugin.engine.host.arguments import resolve
-from pla_sglang.plugin.engine.open_requests import OpenRequests
+from pla_sglang.plugin.engine.open_requests import OpenTasks
 from pla_sglang.plugin.engine.pools import query
 
 
@@ -66,11 +66,11 @@ def _add_for_all() -> None:
     http_server.app.add_api_route("/pla/ending", ending_route, methods=["GET"])
 
 
-def watch_open_requests() -> OpenRequests:
+def watch_open_requests() -> OpenTasks:
     """The open requests of this process from now on. Called before its app serves."""
     from sglang.srt.entrypoints import http_server
 
-    open_requests = OpenRequests()
+    open_requests = OpenTasks()
     http_server.app.add_middleware(open_requests.watch)
     return open_requests
 

@@ -14,18 +14,20 @@ from typing import Any
 
 import msgspec
 
+from pla_graphs.captured import captured_depth
 from pla_sglang.load.report import ClassQueue
 from pla_sglang.plugin.config import DOPD, PlaConfig
 from pla_sglang.plugin.engine import apply, snapshot
 from pla_sglang.plugin.engine.backlog import sum_class_queue
 from pla_sglang.plugin.engine.clock import PlaTick
 from pla_sglang.plugin.engine.hold import HeldPass, hold_after
-from pla_sglang.plugin.engine.knobs import scheduler_knobs
+from pla_sglang.plugin.engine.host.arguments import resolve
 from pla_sglang.plugin.engine.pass_timer import PassTimer, computes_in_launch, make_marks
 from pla_sglang.plugin.engine.piggybacked import NextTokenClock, keeps_decodes_out, may_piggyback
 from pla_sglang.plugin.engine.queue_views import QueueViews
 from pla_sglang.plugin.engine.step_measurement import StepMeasurement
 from pla_sglang.plugin.engine.telemetry import LONG, SHORT, Telemetry
+from pla_sglang.plugin.temporal_knobs import EngineLimits, temporal_knobs
 from pla_sglang.policy.common.device_clock import DeviceClock
 from pla_sglang.policy.common.step_model import CPU_START, GPU_START, StepModel
 from pla_sglang.policy.engine_policies import make_engine_policy
@@ -45,7 +47,7 @@ class PrefillAdapter:
         timer = PassTimer(synchronous=computes_in_launch(scheduler.device, config), marks=make_marks(scheduler))
         start = CPU_START if timer.synchronous else GPU_START
         self.clock = DeviceClock(config.time_scale)
-        knobs = scheduler_knobs(scheduler, config)
+        knobs = temporal_knobs(config, _read_limits(scheduler))
         self.policy = make_engine_policy(knobs, start, length_batched=config.prefill_disagg == DOPD)
         self.steps = StepMeasurement(scheduler, start, timer, self.clock)
         self.telemetry = Telemetry(self.clock)
@@ -67,11 +69,11 @@ class PrefillAdapter:
 
     def on_host_complete(self) -> None:
         """The host's ``__init__`` has finished; its chunk grid is now known."""
-        self.policy.set_knobs(scheduler_knobs(self.scheduler, self.config))
+        self.policy.set_knobs(temporal_knobs(self.config, _read_limits(self.scheduler)))
 
     def set_config(self, config: PlaConfig) -> None:
         """Change knobs between two passes. The order of broadcast requests makes this the same pass on all ranks."""
-        knobs = scheduler_knobs(self.scheduler, config)
+        knobs = temporal_knobs(config, _read_limits(self.scheduler))
         self.config = config
         self.policy.set_knobs(knobs)
         self.changes += 1
@@ -293,3 +295,15 @@ class PrefillAdapter:
             ),
             **self.telemetry.to_dict(),
         }
+
+
+def _read_limits(scheduler: Any) -> EngineLimits:
+    chunk_tokens = scheduler.chunked_prefill_size
+    return EngineLimits(
+        pass_tokens=chunk_tokens or scheduler.max_prefill_tokens,
+        chunk_tokens=chunk_tokens,
+        page_tokens=scheduler.page_size,
+        grid_tokens=apply.chunk_grid_tokens(scheduler),
+        depth_max=captured_depth(resolve(scheduler.server_args), scheduler.max_running_requests),
+        layout=snapshot.graph_layout(scheduler),
+    )

@@ -163,8 +163,13 @@ class ArrowPolicy(PredictingPolicy):
 
     def try_move_prefill_to_decode(self, fleet: FleetView, now_s: float, reason: FleetReason) -> SetRole | Hold:
         """Algorithm 4 behind the guard; the prefill load does not matter."""
-        instance = pick_for_decode(fleet, self.predictor) if self.knobs.adaptive else None
-        if instance is None:
+        return self._give_to_decode(pick_for_decode(fleet, self.predictor), fleet, now_s, reason)
+
+    def _give_to_decode(
+        self, instance: InstanceView | None, fleet: FleetView, now_s: float, reason: FleetReason
+    ) -> SetRole | Hold:
+        """``instance`` None: prefill has none to give away."""
+        if instance is None or not self.knobs.adaptive:
             return Hold(FleetReason.HOLD_LAST)
         if self._is_below_plan(fleet):
             return Hold(FleetReason.HOLD_PLAN)
@@ -195,15 +200,11 @@ class ArrowPolicy(PredictingPolicy):
 
     def _switch_idle(self, fleet: FleetView, idle: InstanceView, now_s: float) -> FleetAction:
         """Trigger 3, for the instance that is idle."""
-        if pick_for_decode(fleet, self.predictor) is None or not self.knobs.adaptive:
-            return Hold(FleetReason.HOLD_LAST)
-        if self._is_below_plan(fleet):
-            return Hold(FleetReason.HOLD_PLAN)
-        if not self.guard.may(PoolEvent.TO_DECODE, now_s):
-            return Hold(FleetReason.HOLD_COOL_DOWN)
-        self.guard.note(PoolEvent.TO_DECODE, now_s)
-        self._idle_since_s.clear()
-        return switch_role(idle, PoolEvent.TO_DECODE, FleetReason.FLIP_IDLE)
+        given = None if pick_for_decode(fleet, self.predictor) is None else idle
+        action = self._give_to_decode(given, fleet, now_s, FleetReason.FLIP_IDLE)
+        if isinstance(action, SetRole):
+            self._idle_since_s.clear()
+        return action
 
     def _repair(self, fleet: FleetView) -> SetRole | None:
         """After the death of the last instance of a phase; neither cool-down nor load matter then."""

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable
 
 from pla_sglang.common.checks import require
 from pla_sglang.policy.common.step_model import StepModel
-from pla_sglang.policy.interface.prefill import Action, EnginePolicy, PassDecision, PassView, Reason, WaitingView
+from pla_sglang.policy.interface.prefill import Action, EnginePolicy, PassDecision, PassReason, PassView, WaitingView
 
 
 def fill(view: PassView, order: Iterable[WaitingView], *, chunk_tokens: int | None = None) -> PassDecision:
@@ -37,14 +37,14 @@ def fill(view: PassView, order: Iterable[WaitingView], *, chunk_tokens: int | No
         left = budget - (wanted if chunk_tokens is None else min(wanted, chunk_tokens))
         beside = _take(order, left, view.slots, cut=False)
         if not beside:
-            return PassDecision(Action.LONG, Reason.ORDER, chunk_tokens=budget)
-        return PassDecision(Action.SHORT, Reason.ORDER, tuple(beside), chunk_tokens=budget)
+            return PassDecision(Action.LONG, PassReason.ORDER, chunk_tokens=budget)
+        return PassDecision(Action.SHORT, PassReason.ORDER, tuple(beside), chunk_tokens=budget)
     chosen = _take(order, budget, view.slots, cut=True)
     if not chosen:
-        return PassDecision(Action.HOLD, Reason.BLOCKED if view.waiting else Reason.EMPTY)
+        return PassDecision(Action.HOLD, PassReason.BLOCKED if view.waiting else PassReason.EMPTY)
     if sum(request.new_tokens for request in chosen) > budget:
-        return PassDecision(Action.LONG, Reason.ORDER, tuple(chosen), chunk_tokens=budget)
-    return PassDecision(Action.SHORT, Reason.ORDER, tuple(chosen))
+        return PassDecision(Action.LONG, PassReason.ORDER, tuple(chosen), chunk_tokens=budget)
+    return PassDecision(Action.SHORT, PassReason.ORDER, tuple(chosen))
 
 
 def _take(order: Iterable[WaitingView], budget: int, slots: int, *, cut: bool) -> list[WaitingView]:
@@ -119,7 +119,7 @@ class PassSrpt(EnginePolicy):
         chosen = _take(shorter, view.pass_budget_tokens, view.slots, cut=False)
         if not chosen:
             return fill(view, order)
-        return PassDecision(Action.SHORT, Reason.ORDER, tuple(chosen), park=True)
+        return PassDecision(Action.SHORT, PassReason.ORDER, tuple(chosen), park=True)
 
 
 ENGINE_ORDERS: dict[str, Callable[[StepModel], EnginePolicy]] = {

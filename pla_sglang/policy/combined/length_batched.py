@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from pla_sglang.policy.common.step_model import StepModel
 from pla_sglang.policy.dopd.batching import BatchingKnobs, LengthAwareBatching
-from pla_sglang.policy.interface.prefill import Action, PassDecision, PassView, Reason, WaitingView
+from pla_sglang.policy.interface.prefill import Action, PassDecision, PassReason, PassView, WaitingView
 from pla_sglang.policy.pla.temporal import TemporalPolicy
 from pla_sglang.policy.slo.knobs import EnginePolicyKnobs
 
@@ -43,9 +43,9 @@ class LengthBatchedPolicy(TemporalPolicy):
 
     def decide(self, view: PassView, now_s: float, pass_model: StepModel | None = None) -> PassDecision:
         if self._decode_is_due(view):
-            return PassDecision(Action.HOLD, Reason.DECODE_TURN, release_s=now_s)
+            return PassDecision(Action.HOLD, PassReason.DECODE_TURN, release_s=now_s)
         if view.chunk is not None and not self._has_room_for_piece(view.chunk, view):
-            return PassDecision(Action.HOLD, Reason.KV_DRAIN)
+            return PassDecision(Action.HOLD, PassReason.KV_DRAIN)
         decision = self._batching.decide(view, now_s)
         if decision.action is not Action.LONG:
             return decision

@@ -85,15 +85,11 @@ def solve_nonnegative(columns: np.ndarray, target: np.ndarray) -> np.ndarray:
     return best
 
 
-def profile_curve(
-    steps: StepTimes,
-    lengths: Sequence[int] = PROFILE_TOKENS,
-    histories: Sequence[int] = PROFILE_HISTORY_TOKENS,
-) -> PrefillCurve:
+def profile_curve(steps: StepTimes) -> PrefillCurve:
     """What Arrow does at the launch of a cluster: time requests of several lengths, alone, and fit."""
     samples = [
         (float(new), float(history), steps.prefill_s(new, new * (new + 2 * history), history, 1))
-        for new in lengths
-        for history in histories
+        for new in PROFILE_TOKENS
+        for history in PROFILE_HISTORY_TOKENS
     ]
     return fit_curve(samples)

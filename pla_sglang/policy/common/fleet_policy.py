@@ -73,8 +73,7 @@ class Setup:
         scales: a policy that plans counts of its own accord may start and stop instances. False: it changes roles, as
             its ratio says.
         planner: what plans how many instances there are, beside any policy; a policy's own planner steps back.
-        forecaster: one of ``FORECASTERS``, or a function that makes one; None: that of the planner, or of the paper
-            where a policy plans by itself.
+        forecaster: one of ``FORECASTERS``; None: that of the planner, or of the paper where a policy plans by itself.
         instances_min, instances_max: for planners and policies that plan counts; equal ones: only the ratio is planned.
         plan_interval_s, headroom: of policies that plan from a forecast (``PlannerKnobs``).
         pressure_interval_s, pressure_cool_down_s, pressure_hysteresis: of PLA pools (``PressureKnobs``).
@@ -101,7 +100,7 @@ class Setup:
     migrates: bool = True
     scales: bool = True
     planner: str = knob(NO_PLANNER, allowed=Choice(PLANNER_NAMES))
-    forecaster: str | Callable[[], Forecaster] | None = None
+    forecaster: str | None = None
     instances_min: int = 2
     instances_max: int = 64
     plan_interval_s: float = 60.0
@@ -162,8 +161,6 @@ class Setup:
     def make_forecaster(self, default: str = DEFAULT_FORECASTER) -> Callable[[], Forecaster]:
         """Raises ConfigError for a name that is not known."""
         chosen = default if self.forecaster is None else self.forecaster
-        if not isinstance(chosen, str):
-            return chosen
         if chosen not in FORECASTERS:
             raise ConfigError(f"forecaster must be one of {', '.join(FORECASTERS)}, got {chosen!r}")
         return FORECASTERS[chosen]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from pla_sglang.common.checks import Range, check_fields, knob, require
@@ -79,24 +79,19 @@ class RecentPeak:
 
 
 class SteadyLevel:
-    """The least level that would have served ``served`` of the last ``count`` values: a fleet that does not change.
-
-    Raises ConfigError for a count below 1 and a share outside (0, 1].
-    """
+    """The least level that would have served ``SERVED`` of the last ``COUNT`` values: a fleet that does not change."""
 
     name = "level"
+    COUNT, SERVED = 96, 0.95
 
-    def __init__(self, count: int = 96, served: float = 0.95) -> None:
-        require("level count", count, 1)
-        require("level served", served, 0, 1, above=True)
-        self._recent: deque[float] = deque(maxlen=count)
-        self._served = served
+    def __init__(self) -> None:
+        self._recent: deque[float] = deque(maxlen=self.COUNT)
 
     def add(self, value: float) -> None:
         self._recent.append(value)
 
     def next_value(self, steps: int = 1) -> float | None:
-        return level_for(self._recent, self._served) if self._recent else None
+        return level_for(self._recent, self.SERVED) if self._recent else None
 
 
 def level_for(values: Collection[float], share: float) -> float:
@@ -159,22 +154,6 @@ class HoltWinters:
 
     def _seasonal(self, count: int) -> float:
         return self._season[count % self.knobs.season] if self.knobs.season else 0.0
-
-
-class KnownSeries:
-    """Knows the series: the bound that no forecast can beat. ``future(k)`` is the value of interval k, from 0."""
-
-    name = "oracle"
-
-    def __init__(self, future: Callable[[int], float]) -> None:
-        self._future = future
-        self._count = 0
-
-    def add(self, value: float) -> None:
-        self._count += 1
-
-    def next_value(self, steps: int = 1) -> float | None:
-        return self._future(self._count + steps - 1)
 
 
 class Corrected:

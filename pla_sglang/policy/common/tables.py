@@ -52,8 +52,9 @@ class PrefillTable:
         return max(value, FLOOR * min(self.seconds))
 
     @classmethod
-    def profile(cls, steps: StepTimes, lengths: Sequence[int] = PREFILL_LENGTHS) -> PrefillTable:
-        return cls(list(lengths), [steps.prefill_s(length, length * length, 0, 1) for length in lengths])
+    def profile(cls, steps: StepTimes) -> PrefillTable:
+        seconds = [steps.prefill_s(length, length * length, 0, 1) for length in PREFILL_LENGTHS]
+        return cls(PREFILL_LENGTHS, seconds)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,11 +86,6 @@ class DecodeTable:
         return max(above + down * (below - above), FLOOR * min(map(min, self.seconds)))
 
     @classmethod
-    def profile(
-        cls,
-        steps: StepTimes,
-        batches: Sequence[int] = DECODE_BATCHES,
-        lengths: Sequence[int] = DECODE_LENGTHS,
-    ) -> DecodeTable:
-        rows = [[steps.decode_s(batch, batch * length) for length in lengths] for batch in batches]
-        return cls(list(batches), list(lengths), rows)
+    def profile(cls, steps: StepTimes) -> DecodeTable:
+        rows = [[steps.decode_s(batch, batch * length) for length in DECODE_LENGTHS] for batch in DECODE_BATCHES]
+        return cls(DECODE_BATCHES, DECODE_LENGTHS, rows)

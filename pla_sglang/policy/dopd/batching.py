@@ -14,7 +14,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from pla_sglang.common.checks import Range, check_fields, knob
-from pla_sglang.policy.interface.prefill import Action, EnginePolicy, PassDecision, PassView, Reason, WaitingView
+from pla_sglang.policy.interface.prefill import Action, EnginePolicy, PassDecision, PassReason, PassView, WaitingView
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,28 +37,28 @@ class LengthAwareBatching(EnginePolicy):
 
     def decide(self, view: PassView, now_s: float) -> PassDecision:
         if view.chunk is not None:  # a long that did not fit one pass goes on; Algorithm 1 knows no chunks
-            return PassDecision(Action.LONG, Reason.ORDER, chunk_tokens=view.pass_budget_tokens)
+            return PassDecision(Action.LONG, PassReason.ORDER, chunk_tokens=view.pass_budget_tokens)
         if not view.waiting:
             self._since_s = None
-            return PassDecision(Action.HOLD, Reason.EMPTY)
+            return PassDecision(Action.HOLD, PassReason.EMPTY)
         if view.slots <= 0:
-            return PassDecision(Action.HOLD, Reason.BLOCKED)
+            return PassDecision(Action.HOLD, PassReason.BLOCKED)
         batch: list[WaitingView] = []
         tokens = 0
         for request in view.waiting:
             if request.new_tokens >= self.knobs.i_next_tokens:
                 if self._timed_out(batch, now_s):
-                    return PassDecision(Action.SHORT, Reason.WINDOW, tuple(batch))
-                return PassDecision(Action.LONG, Reason.ORDER, (request,), chunk_tokens=view.pass_budget_tokens)
+                    return PassDecision(Action.SHORT, PassReason.WINDOW, tuple(batch))
+                return PassDecision(Action.LONG, PassReason.ORDER, (request,), chunk_tokens=view.pass_budget_tokens)
             if batch and (tokens + request.new_tokens > view.pass_budget_tokens or len(batch) >= view.slots):
-                return PassDecision(Action.SHORT, Reason.TOKENS, tuple(batch))
+                return PassDecision(Action.SHORT, PassReason.TOKENS, tuple(batch))
             batch.append(request)
             tokens += request.new_tokens
             if self._since_s is None:
                 self._since_s = now_s
             if tokens >= self.knobs.i_next_tokens:
-                return PassDecision(Action.SHORT, Reason.TOKENS, tuple(batch))
-        return PassDecision(Action.SHORT, Reason.QUEUE_END, tuple(batch))
+                return PassDecision(Action.SHORT, PassReason.TOKENS, tuple(batch))
+        return PassDecision(Action.SHORT, PassReason.QUEUE_END, tuple(batch))
 
     def on_pass(self, decision: PassDecision, view: PassView, admitted: Sequence[WaitingView], now_s: float) -> None:
         if decision.action is Action.SHORT:

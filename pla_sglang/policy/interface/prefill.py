@@ -44,7 +44,7 @@ class Piggyback(enum.Enum):
         return self not in (Piggyback.ALONE, Piggyback.NO_ROOM)
 
 
-class Reason(enum.Enum):
+class PassReason(enum.Enum):
     """Reason of a pass decision. Every decision carries exactly one."""
 
     # SHORT passes (AWD, PLA-Serve Algorithm 1)
@@ -70,7 +70,7 @@ class Reason(enum.Enum):
     # HOLD
     DECODE_TURN = "decode_turn"  # running requests have waited long enough for their next token
     TOKEN_DEADLINE = "token_deadline"  # they decode now, or their next token would be late
-    WAIT_FOR_DEPTH = "wait_for_depth"  # waiting pays, the expected gain is stated
+    WAIT_FOR_DEPTH = "wait_for_depth"  # waiting pays
     KV_DRAIN = "kv_drain"  # an aged long, or the chunk under way, needs KV cache that running requests will free
     KV_HEADROOM = "kv_headroom"  # starting the long would leave no KV cache for expected short prompts
     RESERVE = "reserve"  # only infeasible requests wait, and would take KV cache or decode time of those to come
@@ -195,18 +195,16 @@ class PassDecision:
             None, or the tokens of the whole pass, of which the running chunk gets what the others leave.
         park: a running chunk is parked in this pass.
         release_s: HOLD: latest time of the next decision; None: at the next change.
-        expected_gain_s: HOLD for depth: request-seconds that waiting is expected to save.
         piggyback: whether running requests join the pass and get their next token in it; None: as the host does by
             itself.
     """
 
     action: Action
-    reason: Reason
+    reason: PassReason
     selected: tuple[WaitingView, ...] = ()
     chunk_tokens: int | None = None
     park: bool = False
     release_s: float | None = None
-    expected_gain_s: float = 0.0
     piggyback: Piggyback | None = None
 
     @property

@@ -8,19 +8,18 @@ from collections import deque
 class ArrivalRate:
     """Arrivals per second (the r-hat of PLA-Serve section 3.2) and the mean size of the arrivals.
 
-    The last ``window`` arrivals no older than ``horizon_s`` count. Fewer than three arrivals give a rate of zero:
+    The last ``WINDOW`` arrivals no older than ``HORIZON_S`` count. Fewer than three arrivals give a rate of zero:
     nothing is expected until there is evidence, so a lone request on an idle server never waits. ``usual_per_second``
     keeps the last known rate, for callers that need an expectation.
     """
 
+    WINDOW, HORIZON_S = 64, 30.0
     MIN_ARRIVALS = 3
     HALF_LIFE_S = 300.0  # of a remembered rate
 
-    def __init__(self, *, window: int = 64, horizon_s: float = 30.0) -> None:
+    def __init__(self) -> None:
         self._arrivals: deque[tuple[float, int]] = deque()
         self._tokens = 0  # sum over the arrivals kept
-        self._window = window
-        self._horizon_s = horizon_s
         self._usual = (0.0, 0.0)  # the last rate with evidence, and when
         self._usual_tokens = 0.0
 
@@ -29,7 +28,7 @@ class ArrivalRate:
         arrivals = self._arrivals
         arrivals.append((now_s, tokens))
         self._tokens += tokens
-        if len(arrivals) > self._window:
+        if len(arrivals) > self.WINDOW:
             self._drop_oldest()
         if rate := self.per_second(now_s):
             self._usual, self._usual_tokens = (rate, now_s), self._tokens / len(arrivals)
@@ -39,7 +38,7 @@ class ArrivalRate:
 
     def per_second(self, now_s: float) -> float:
         arrivals = self._arrivals
-        while arrivals and now_s - arrivals[0][0] > self._horizon_s:
+        while arrivals and now_s - arrivals[0][0] > self.HORIZON_S:
             self._drop_oldest()
         count = len(arrivals)
         if count < self.MIN_ARRIVALS:

@@ -32,7 +32,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from pla_sglang.common.checks import Range, check_fields, knob, require_order
 from pla_sglang.policy.common.step_model import StepModel
-from pla_sglang.policy.interface.prefill import Reason, WaitingView
+from pla_sglang.policy.interface.prefill import PassReason, WaitingView
 from pla_sglang.policy.pla.graphs.batching import GROUPED_VIEWS, bucket_first, computed_tokens
 from pla_sglang.policy.pla.graphs.layouts import Layout
 
@@ -70,14 +70,12 @@ class BatchChoice:
         due: dispatch now.
         reason: why, or WAIT_FOR_DEPTH.
         release_s: with ``due`` False, the end of the window.
-        gain_s: with ``due`` False, request-seconds that waiting is expected to save.
     """
 
     batch: tuple[WaitingView, ...]
     due: bool
-    reason: Reason
+    reason: PassReason
     release_s: float | None = None
-    gain_s: float = 0.0
 
 
 class Awd:
@@ -118,24 +116,24 @@ class Awd:
         step_s = batch_step_s(batch, model, layout=layout)
         oldest_s = min(view.arrival_s for view in batch)
         if any(view.resumed for view in batch):
-            return BatchChoice(batch, True, Reason.RESUMED)
+            return BatchChoice(batch, True, PassReason.RESUMED)
         if full:
-            return BatchChoice(batch, True, Reason.TOKENS)
+            return BatchChoice(batch, True, PassReason.TOKENS)
         if len(batch) >= self.depth:
-            return BatchChoice(batch, True, Reason.DEPTH)
+            return BatchChoice(batch, True, PassReason.DEPTH)
         slack_s = least_slack_s(batch, now_s, step_s)
         if slack_s is not None and slack_s <= max(self.knobs.slack_s, self.knobs.margin_s):
-            return BatchChoice(batch, True, Reason.SLACK)
+            return BatchChoice(batch, True, PassReason.SLACK)
         if len(candidates) < len(short_prompts):
-            return BatchChoice(batch, True, Reason.BUCKET)
+            return BatchChoice(batch, True, PassReason.BUCKET)
         instead_s = alternative_s() if callable(alternative_s) else alternative_s
         gain_s = waiting_gain_s(batch, model, rate_per_s, instead_s, layout=layout)
         if gain_s <= 0 and now_s >= oldest_s + self.knobs.wait_min_s:
-            return BatchChoice(batch, True, Reason.NO_GAIN)
+            return BatchChoice(batch, True, PassReason.NO_GAIN)
         if now_s >= (end_s := oldest_s + self._longest_wait_s(rate_per_s)):
-            return BatchChoice(batch, True, Reason.WINDOW)
+            return BatchChoice(batch, True, PassReason.WINDOW)
         release_s = min(end_s, now_s + self._window_s(self.depth - len(batch), slack_s, rate_per_s))
-        return BatchChoice(batch, False, Reason.WAIT_FOR_DEPTH, release_s=release_s, gain_s=gain_s)
+        return BatchChoice(batch, False, PassReason.WAIT_FOR_DEPTH, release_s=release_s)
 
     def _candidates(
         self, short_prompts: Sequence[WaitingView], now_s: float, model: StepModel

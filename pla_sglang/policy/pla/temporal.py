@@ -30,7 +30,7 @@ from collections.abc import Iterable, Sequence
 
 from pla_sglang.common.checks import Range, knob
 from pla_sglang.policy.common.step_model import StepModel
-from pla_sglang.policy.interface.prefill import Action, PassDecision, PassView, PrefillClass, Reason, WaitingView
+from pla_sglang.policy.interface.prefill import Action, PassDecision, PassReason, PassView, PrefillClass, WaitingView
 from pla_sglang.policy.pla.arrival_rate import ArrivalRate
 from pla_sglang.policy.pla.awd import Awd, AwdKnobs, BatchChoice
 from pla_sglang.policy.pla.blocked import BlockedClasses
@@ -113,7 +113,7 @@ class NextLong:
     """
 
     pick: LongPick | None
-    stuck: Reason | None
+    stuck: PassReason | None
     owed: bool
 
 
@@ -208,7 +208,7 @@ class TemporalPolicy:
         """
         self._pass_model = self.model if pass_model is None else pass_model
         if self._decode_is_due(view):
-            return PassDecision(Action.HOLD, Reason.DECODE_TURN, release_s=now_s)
+            return PassDecision(Action.HOLD, PassReason.DECODE_TURN, release_s=now_s)
         short_prompts, long_prompts = self._queues.follow(view.waiting)
         by_order, aged = self.long_prompts.pick(
             long_prompts, view.chunk, now_s, short_prompts=bool(short_prompts), budget_tokens=view.pass_budget_tokens
@@ -245,12 +245,12 @@ class TemporalPolicy:
         if long.stuck is None and field.short_prompts:
             rank = pick.view.priority_rank
             if all(short.priority_rank > rank for short in field.short_prompts):
-                return self._long(pick, view, field, now_s, Reason.PRIORITY)
+                return self._long(pick, view, field, now_s, PassReason.PRIORITY)
         if long.owed:
             if long.stuck is None and (field.short_prompts or pick is not field.pick):
-                return self._alone(pick, view, field.long_prompts, now_s, Reason.AGE)
+                return self._alone(pick, view, field.long_prompts, now_s, PassReason.AGE)
             if long.stuck is not None and view.running > 0:
-                return PassDecision(Action.HOLD, Reason.KV_DRAIN)
+                return PassDecision(Action.HOLD, PassReason.KV_DRAIN)
         return None
 
     def _choose_by_class(self, field: Candidates, long: NextLong, view: PassView, now_s: float) -> PassDecision:
@@ -268,15 +268,15 @@ class TemporalPolicy:
             # A chunk that is stuck cannot share the pass either: the host would allocate its piece without asking.
             return self._short(choice, view, field, None if stuck else pick, now_s)
         if pick is not None and stuck is None:
-            reason = Reason.NO_SHORT
+            reason = PassReason.NO_SHORT
             if choice is not None:
-                reason = Reason.SHORT_BLOCKED if short_stuck else Reason.SHORT_HELD
+                reason = PassReason.SHORT_BLOCKED if short_stuck else PassReason.SHORT_HELD
             return self._long(pick, view, field, now_s, reason)
         if choice is not None and not short_stuck:
-            return PassDecision(Action.HOLD, choice.reason, release_s=choice.release_s, expected_gain_s=choice.gain_s)
+            return PassDecision(Action.HOLD, choice.reason, release_s=choice.release_s)
         if choice is None and pick is None:
-            return PassDecision(Action.HOLD, Reason.EMPTY)
-        return PassDecision(Action.HOLD, stuck or Reason.BLOCKED)
+            return PassDecision(Action.HOLD, PassReason.EMPTY)
+        return PassDecision(Action.HOLD, stuck or PassReason.BLOCKED)
 
     def _choose_shorts(
         self,
@@ -306,7 +306,9 @@ class TemporalPolicy:
         """New tokens that a pass of short prompts may hold."""
         return view.pass_budget_tokens
 
-    def _long(self, pick: LongPick, view: PassView, field: Candidates, now_s: float, reason: Reason) -> PassDecision:
+    def _long(
+        self, pick: LongPick, view: PassView, field: Candidates, now_s: float, reason: PassReason
+    ) -> PassDecision:
         """The long, and who shares its pass."""
         long = pick.view
         if pick.running:
@@ -316,7 +318,7 @@ class TemporalPolicy:
         if tokens is None and pick.running:
             return PassDecision(Action.LONG, reason)
         part = min(long.new_tokens, long.new_tokens if tokens is None else tokens, view.pass_budget_tokens)
-        short_prompts = () if reason in (Reason.SHORT_BLOCKED, Reason.SHORT_HELD) else field.short_prompts
+        short_prompts = () if reason in (PassReason.SHORT_BLOCKED, PassReason.SHORT_HELD) else field.short_prompts
         contents = PassContents().with_part(part, long.history_tokens)
         others = self._find_companions(contents, (long,), short_prompts, field.long_prompts, view, now_s)
         if pick.running:
@@ -365,7 +367,7 @@ class TemporalPolicy:
         return Sharing(concerned, model, self.knobs.awd.layout)
 
     def _alone(
-        self, pick: LongPick, view: PassView, long_prompts: list[WaitingView], now_s: float, reason: Reason
+        self, pick: LongPick, view: PassView, long_prompts: list[WaitingView], now_s: float, reason: PassReason
     ) -> PassDecision:
         """Alone, so that all of its time is its own. Cut as ever: those that pass it wait for each of its chunks."""
         if pick.running:
@@ -446,17 +448,19 @@ class TemporalPolicy:
             return False
         return view.decode_wait_s >= max(self.knobs.decode_gap_s, view.decode_step_s / self.knobs.decode_share)
 
-    def _find_obstacle(self, pick: LongPick, view: PassView, now_s: float, *, owed: bool, other: bool) -> Reason | None:
+    def _find_obstacle(
+        self, pick: LongPick, view: PassView, now_s: float, *, owed: bool, other: bool
+    ) -> PassReason | None:
         """Why ``pick`` cannot advance now; None when it can.
 
         Room was left for a chunk under way when it was admitted, but running requests grow meanwhile, more than the
         host had estimated. The host would allocate its next piece without asking and end with an allocation failure.
         """
         if pick.running:
-            return None if self._has_room_for_piece(pick.view, view) else Reason.KV_DRAIN
+            return None if self._has_room_for_piece(pick.view, view) else PassReason.KV_DRAIN
         if self._blocked.is_blocked(PrefillClass.LONG, view, other=other):
-            return Reason.BLOCKED
-        return Reason.KV_HEADROOM if not owed and self._must_leave_headroom(pick, view, now_s) else None
+            return PassReason.BLOCKED
+        return PassReason.KV_HEADROOM if not owed and self._must_leave_headroom(pick, view, now_s) else None
 
     def _has_room_for_piece(self, chunk: WaitingView, view: PassView) -> bool:
         long_prompts = self.knobs.long_prompts

@@ -37,7 +37,7 @@ import math
 from collections.abc import Sequence
 
 from pla_sglang.policy.common.step_model import StepModel
-from pla_sglang.policy.interface.prefill import Action, PassDecision, PassView, Piggyback, Reason, WaitingView
+from pla_sglang.policy.interface.prefill import Action, PassDecision, PassReason, PassView, Piggyback, WaitingView
 from pla_sglang.policy.pla.temporal import TemporalPolicy
 from pla_sglang.policy.slo.knobs import EnginePolicyKnobs, SloKnobs
 from pla_sglang.policy.slo.plan import spare_share
@@ -168,7 +168,7 @@ class MixedBatches:
         if not view.can_piggyback or view.running == 0:
             return self.prefills.decide(view, now_s)
         if self._decodes_stayed_out and view.decode_wait_s > 0 and (view.waiting or view.chunk):
-            return PassDecision(Action.HOLD, Reason.DECODE_TURN, release_s=now_s)
+            return PassDecision(Action.HOLD, PassReason.DECODE_TURN, release_s=now_s)
         step = self.prefills.model
         decision = self.prefills.decide(
             view, now_s, model_beside(step, self.mixed_model, view.running, view.context_tokens)
@@ -262,7 +262,7 @@ def plan_mixed_batch(
     else:
         planned, fits = _cut_long(decision, view, cost, allowed_s, grid_tokens)
     if not fits and view.decode_wait_s > 0:
-        return PassDecision(Action.HOLD, Reason.TOKEN_DEADLINE, release_s=now_s)
+        return PassDecision(Action.HOLD, PassReason.TOKEN_DEADLINE, release_s=now_s)
     how = Piggyback.TOGETHER if planned is decision else Piggyback.TOKEN_DEADLINE
     if fits and planned.action is Action.LONG and not planned.park and len(planned.selected) < 2 and is_short:
         in_steps, _ = _cut_long(planned, view, cost, short_s, grid_tokens)

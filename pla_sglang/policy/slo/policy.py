@@ -21,7 +21,7 @@ import math
 from collections.abc import Sequence
 
 from pla_sglang.policy.common.step_model import StepModel
-from pla_sglang.policy.interface.prefill import Action, PassDecision, PassView, PrefillClass, Reason, WaitingView
+from pla_sglang.policy.interface.prefill import Action, PassDecision, PassReason, PassView, PrefillClass, WaitingView
 from pla_sglang.policy.pla.long_prompts import LongPick
 from pla_sglang.policy.pla.sharing import contents_of_parts
 from pla_sglang.policy.pla.temporal import Candidates, TemporalPolicy, parts_of
@@ -46,7 +46,7 @@ class Contenders(Candidates):
         urgent: the long one that has to go before short and smaller long ones.
     """
 
-    why: Reason | None = None
+    why: PassReason | None = None
     infeasible_chunk: bool = False
     some_deferred: bool = False
     reserved: bool = False
@@ -91,7 +91,7 @@ class SloPolicy(TemporalPolicy):
         if decision.action is Action.HOLD or not admitted:
             return
         # Overtaken requests need no share: their bound grows with the load.
-        is_theirs = decision.reason is Reason.OVERDUE and not any(one.overtaken_s <= now_s for one in admitted)
+        is_theirs = decision.reason is PassReason.OVERDUE and not any(one.overtaken_s <= now_s for one in admitted)
         if is_theirs or self.overdue.pause_s > 0:
             share = None
             if is_theirs:
@@ -110,7 +110,7 @@ class SloPolicy(TemporalPolicy):
 
     def _note_batch(self, decision: PassDecision, short_prompts: Sequence[WaitingView], now_s: float) -> None:
         """What AWD learns from its batches; a pass of overdue requests is none of them."""
-        if decision.reason is not Reason.OVERDUE:
+        if decision.reason is not PassReason.OVERDUE:
             super()._note_batch(decision, short_prompts, now_s)
 
     def _choose(self, field: Candidates, view: PassView, now_s: float) -> PassDecision:
@@ -124,13 +124,13 @@ class SloPolicy(TemporalPolicy):
         if decision is not None:
             return decision
         decision = self._choose_by_class(left, long, view, now_s)
-        if decision.reason is Reason.EMPTY and left.reserved:
-            return PassDecision(Action.HOLD, Reason.RESERVE)
-        if decision.reason is not Reason.NO_SHORT:
+        if decision.reason is PassReason.EMPTY and left.reserved:
+            return PassDecision(Action.HOLD, PassReason.RESERVE)
+        if decision.reason is not PassReason.NO_SHORT:
             return decision
         why, pick = left.why, long.pick
         if left.some_deferred and pick is not None and pick.running and self._is_overdue(pick.view, now_s):
-            why = Reason.OVERDUE  # others cannot overtake it, so its share pays for all of it
+            why = PassReason.OVERDUE  # others cannot overtake it, so its share pays for all of it
         return decision if why is None else dataclasses.replace(decision, reason=why)
 
     def _short_budget_tokens(self, short_prompts: Sequence[WaitingView], view: PassView, now_s: float) -> int:
@@ -164,7 +164,7 @@ class SloPolicy(TemporalPolicy):
         other = bool(field.short_prompts) or view.chunk is not None
         if self._find_obstacle(field.urgent, view, now_s, owed=False, other=other) is not None:
             return None
-        return self._long(field.urgent, view, field, now_s, Reason.URGENT)
+        return self._long(field.urgent, view, field, now_s, PassReason.URGENT)
 
     def _is_overdue(self, view: WaitingView, now_s: float) -> bool:
         return bool(self.deadlines.list_overdue([view], now_s))
@@ -196,11 +196,11 @@ class SloPolicy(TemporalPolicy):
         if first is not chunk and self.boundary.is_short(first.new_tokens, first.history_tokens):
             if view.slots <= 0 or self._blocked.is_blocked(PrefillClass.SHORT, view, other=True):
                 return None
-            return PassDecision(Action.SHORT, Reason.OVERDUE, batch, park=chunk is not None)
+            return PassDecision(Action.SHORT, PassReason.OVERDUE, batch, park=chunk is not None)
         pick = LongPick(first, running=first is chunk, overtakes=chunk is not None and first is not chunk)
         if self._find_obstacle(pick, view, now_s, owed=False, other=True) is not None:
             return None
-        return self._alone(pick, view, long_prompts, now_s, Reason.OVERDUE)
+        return self._alone(pick, view, long_prompts, now_s, PassReason.OVERDUE)
 
     # -- who is deferred ---------------------------------------------------------------------------------------------
 
@@ -221,7 +221,7 @@ class SloPolicy(TemporalPolicy):
         if kept and (field.infeasible_chunk or len(kept) < len(long_prompts)):
             self._pick_among(field, kept, view, now_s, yields=field.infeasible_chunk)
         if len(feasible_short_prompts) < len(short_prompts) and (feasible_short_prompts or kept):
-            field.why = field.why if feasible_short_prompts or field.why else Reason.LOST_SHORT
+            field.why = field.why if feasible_short_prompts or field.why else PassReason.LOST_SHORT
             field.short_prompts = feasible_short_prompts
         if not kept and can_keep < len(view.waiting):
             self._leave_reserve(field, view, now_s, short_prompts_infeasible=not feasible_short_prompts)
@@ -271,7 +271,7 @@ class SloPolicy(TemporalPolicy):
             long_prompts, view.chunk, now_s, short_prompts=False, budget_tokens=view.pass_budget_tokens, yields=yields
         )[0]
         if before is None or field.pick is None or before.view is not field.pick.view:
-            field.why = Reason.LOST_LONG
+            field.why = PassReason.LOST_LONG
 
     def _find_first_long(
         self, plan: DeadlinePlan, short_prompts: Sequence[WaitingView], view: PassView

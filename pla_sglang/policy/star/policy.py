@@ -18,7 +18,7 @@ from pla_sglang.policy.interface.decisions import FleetAction, Hold, Migrate, Ob
 from pla_sglang.policy.interface.fleet import DecodeBatch, FleetView, InstanceView, RequestView
 from pla_sglang.policy.interface.reasons import FleetReason
 from pla_sglang.policy.star.horizon import Horizon, HorizonKnobs, Summary, summaries, summarise
-from pla_sglang.policy.star.select import Choice, Move, SelectKnobs, Worker, best_move
+from pla_sglang.policy.star.select import DecodeInstance, Move, MoveChoice, SelectKnobs, best_move
 
 Price = Callable[[InstanceView, float], float]  # of an instance at a time, as ``DecodeLoad.price_s``
 
@@ -83,7 +83,7 @@ class StarRescheduler(Observer):
             self._carry_out(move, workers)
         return actions
 
-    def _workers(self, instances: list[InstanceView], fleet: FleetView, now_s: float) -> list[Worker]:
+    def _workers(self, instances: list[InstanceView], fleet: FleetView, now_s: float) -> list[DecodeInstance]:
         """What all workers report, summed up together: a fleet of hundreds would spend its time in small calls."""
         batches = [self._seen(fleet.decodes(instance), now_s) for instance in instances]
         reports = summaries(batches, self.horizon) if batches else []
@@ -96,11 +96,11 @@ class StarRescheduler(Observer):
         rested = now_s - moved_s >= self.knobs.rest_s
         return dataclasses.replace(batch, remaining=known, movable=batch.movable & rested)
 
-    def _worker(self, instance: InstanceView, report: Summary, now_s: float) -> Worker:
+    def _worker(self, instance: InstanceView, report: Summary, now_s: float) -> DecodeInstance:
         running = int(report.batch.tokens.sum()) + report.batch.unlisted_tokens
         shared = max(0, running - instance.kv_used_tokens)  # of prefixes that several of them have in common
         used = max(instance.kv_used_tokens, running - shared + instance.waiting_decode_tokens)
-        return Worker(
+        return DecodeInstance(
             report,
             room_tokens=instance.kv_capacity_tokens + shared,
             other_tokens=used + shared - running,
@@ -109,7 +109,9 @@ class StarRescheduler(Observer):
             price_s=0.0 if self.price is None else self.price(instance, now_s),
         )
 
-    def _migrate(self, move: Move, instances: list[InstanceView], workers: list[Worker], now_s: float) -> Migrate:
+    def _migrate(
+        self, move: Move, instances: list[InstanceView], workers: list[DecodeInstance], now_s: float
+    ) -> Migrate:
         batch = workers[move.source].summary.batch
         rid = batch.rids[move.request]
         self._moved_s[rid] = now_s
@@ -122,7 +124,7 @@ class StarRescheduler(Observer):
             move.gain,
         )
 
-    def _carry_out(self, move: Move, workers: list[Worker]) -> None:
+    def _carry_out(self, move: Move, workers: list[DecodeInstance]) -> None:
         """Both summaries as they will be, for the next move of this tick; the moved request stays put there."""
         source, target = workers[move.source].summary.batch, workers[move.target].summary.batch
         stays = np.arange(len(source.rids)) != move.request
@@ -149,7 +151,7 @@ class StarRescheduler(Observer):
             self.client.note_answer(output_tokens)
 
 
-def _why_not(choice: Choice) -> FleetReason:
+def _why_not(choice: MoveChoice) -> FleetReason:
     if not choice.overloaded:
         return FleetReason.STAR_BALANCED
     return FleetReason.STAR_NO_CANDIDATE if choice.best is None else FleetReason.STAR_NO_GAIN

@@ -49,7 +49,7 @@ class SelectKnobs:
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class Worker:
+class DecodeInstance:
     """One instance for the selection.
 
     Attributes:
@@ -96,7 +96,7 @@ class Stacked:
     room: Floats  # [instances]: tokens that may be planned
 
     @classmethod
-    def of(cls, workers: Sequence[Worker], share: float) -> Stacked:
+    def of(cls, workers: Sequence[DecodeInstance], share: float) -> Stacked:
         summaries = [worker.summary for worker in workers]
         return cls(
             loads=np.stack([summary.loads for summary in summaries]),
@@ -107,7 +107,7 @@ class Stacked:
         )
 
 
-def classify(workers: Sequence[Worker], theta: float) -> tuple[list[int], list[int]]:
+def classify(workers: Sequence[DecodeInstance], theta: float) -> tuple[list[int], list[int]]:
     """Lines 11 to 16: overloaded and underloaded positions. An instance can be both; it is never its own target.
 
     Beyond the paper: an instance is overloaded as well when its load now is, though its future is not. Eq. 4 counts now
@@ -130,7 +130,7 @@ def objective(loads: Floats, horizon: Horizon) -> float:
     return float(horizon.weights @ loads.var(axis=0))
 
 
-def movable(worker: Worker, knobs: SelectKnobs) -> npt.NDArray[np.bool_]:
+def movable(worker: DecodeInstance, knobs: SelectKnobs) -> npt.NDArray[np.bool_]:
     """Line 20: requests with more steps to come than their move takes. Unknown lengths pass."""
     batch = worker.summary.batch
     move_s = knobs.migrate_base_s + knobs.migrate_s_per_token * batch.tokens
@@ -154,8 +154,8 @@ def fits(
 
 def pays_for_clients(
     client: ClientGain,
-    worker: Worker,
-    targets: Sequence[Worker],
+    worker: DecodeInstance,
+    targets: Sequence[DecodeInstance],
     chosen: npt.NDArray[np.int64],
     knobs: SelectKnobs,
 ) -> npt.NDArray[np.bool_]:
@@ -179,7 +179,7 @@ def _known_remaining(remaining: Floats, knobs: SelectKnobs) -> Floats:
 
 
 def source_gains(
-    worker: Worker,
+    worker: DecodeInstance,
     stacked: Stacked,
     targets: npt.NDArray[np.int64],
     chosen: npt.NDArray[np.int64],
@@ -213,7 +213,7 @@ def pair_bounds(held: Floats, largest: Floats, others: Floats, horizon: Horizon)
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
-class Choice:
+class MoveChoice:
     """What Algorithm 1 found.
 
     Attributes:
@@ -233,8 +233,8 @@ class Choice:
 
 
 def best_move(
-    workers: Sequence[Worker], horizon: Horizon, knobs: SelectKnobs, client: ClientGain | None = None
-) -> Choice:
+    workers: Sequence[DecodeInstance], horizon: Horizon, knobs: SelectKnobs, client: ClientGain | None = None
+) -> MoveChoice:
     """Lines 5 to 8 and 24 to 34. With ``client``, moves by which the client of the request does not gain are left out.
 
     The answer is a function of the input: of equal moves the first in the order of search is taken. Loads to come
@@ -246,7 +246,7 @@ def best_move(
         workers = [dataclasses.replace(worker, summary=report) for worker, report in zip(workers, reports, strict=True)]
     overloaded, underloaded = classify(workers, knobs.theta) if len(workers) > 1 else ([], [])
     if not overloaded or not underloaded:
-        return Choice(None, 0.0, bool(overloaded))
+        return MoveChoice(None, 0.0, bool(overloaded))
     stacked = Stacked.of(workers, knobs.memory_share)
     targets = np.array(underloaded, dtype=np.int64)
     largest = np.stack([workers[source].summary.largest for source in overloaded])
@@ -261,12 +261,12 @@ def best_move(
         move = _best_from(overloaded[place], workers, stacked, targets, horizon, knobs, client=client, least=least)
         if move is not None:
             best, least = move, move.gain
-    return Choice(best, worth, True)
+    return MoveChoice(best, worth, True)
 
 
 def _best_from(
     source: int,
-    workers: Sequence[Worker],
+    workers: Sequence[DecodeInstance],
     stacked: Stacked,
     targets: npt.NDArray[np.int64],
     horizon: Horizon,

@@ -1,4 +1,4 @@
-"""The life of requests in a fleet: arrival, prefill, hand-off, decode, end; and what faults do to it.
+"""The life of requests in a fleet: arrival, prefill, hand-off, decode, end.
 
 Asks the dispatcher and the controllers, carries out their answers, and tells them what happened. Decides nothing.
 """
@@ -9,23 +9,22 @@ from collections import Counter
 from collections.abc import Callable
 
 from pla_sglang.policy.interface.decisions import PrefillSample
-from pla_sglang.policy.interface.fleet import InstanceState
 from pla_sglang.policy.runner import FleetRunner
 from pla_sglang.sim.core.config import Policies, SimConfig
 from pla_sglang.sim.core.effects import ClusterEffects
 from pla_sglang.sim.core.engine_knobs import AnswerCaching
 from pla_sglang.sim.core.errors import SimError
-from pla_sglang.sim.core.fleet import Fleet
+from pla_sglang.sim.core.fleet import SimFleet
 from pla_sglang.sim.core.handoffs import Handoffs
 from pla_sglang.sim.core.instance import SimInstance
 from pla_sglang.sim.core.kernel import Kernel, Priority
 from pla_sglang.sim.core.ledger import RequestCounts
 from pla_sglang.sim.core.network import Network
-from pla_sglang.sim.core.request import ENDS, SimRequest, SimStage
+from pla_sglang.sim.core.request import SimRequest, SimStage
 
 
 class Cluster:
-    """Requests, instances and the network between them. It is the ``Host`` of its instances."""
+    """Requests, instances and the network between them. It is the ``InstanceEvents`` of its instances."""
 
     def __init__(self, kernel: Kernel, config: SimConfig, policies: Policies, *, expected: int, block_tokens: int):
         self.ledger = RequestCounts(expected)
@@ -37,7 +36,7 @@ class Cluster:
         self._config = config
         self._pending: list[SimRequest] = []  # no instance was ready for their prefill
         self._unplaced: list[SimRequest] = []  # none was ready for their decode
-        self.fleet = Fleet(kernel, config, policies, self, block_tokens=block_tokens, on_change=self.place_waiting)
+        self.fleet = SimFleet(kernel, config, policies, self, block_tokens=block_tokens, on_change=self.place_waiting)
         effects = ClusterEffects(self.fleet, self.ledger, self.counts)
         self.handoffs = Handoffs(
             kernel,
@@ -45,7 +44,6 @@ class Cluster:
             self.network,
             wait_s=config.handoff_wait_s,
             on_late=self._late,
-            counts=self.counts,
         )
         self.runner = FleetRunner(policies, self.fleet.view, effects)
         self._largest = min(spec.capacity_tokens for spec in config.fleet)
@@ -55,10 +53,11 @@ class Cluster:
     def arrive(self, request: SimRequest) -> None:
         self.ledger.open(request)
         self.runner.arrive(request.fleet, self._kernel.now_s)
-        if request.input_tokens + request.output_tokens > self._largest:
-            self._end(request, SimStage.REFUSED)
-            return
-        self._dispatch(request)
+        if request.input_tokens + request.output_tokens <= self._largest:
+            self._dispatch(request)
+        else:
+            request.move(SimStage.REFUSED)
+            self._closed(request, 0)
 
     def _dispatch(self, request: SimRequest) -> None:
         """Sends ``request`` to an instance, or puts it where it waits for one."""
@@ -168,7 +167,7 @@ class Cluster:
         request.planned = target
         instance.submit(request)
 
-    # -- what instances report (Host) --------------------------------------------------------------------------------
+    # -- what instances report ---------------------------------------------------------------------------------------
 
     def on_first_token(self, request: SimRequest, instance: int) -> None:
         now_s, slo_s = self._kernel.now_s, request.fleet.ttft_slo_s
@@ -187,13 +186,12 @@ class Cluster:
         self.fleet.instances[request.target].incoming.note_prefilled(request)
         request.epoch += 1
         at_s = self._kernel.now_s + self._config.host.handoff_s
-        self._kernel.at(at_s, Priority.END, self._offer, (request, request.epoch))
+        self._kernel.at(at_s, Priority.END, self._offer, request)
 
-    def _offer(self, event: tuple[SimRequest, int]) -> None:
+    def _offer(self, request: SimRequest) -> None:
         """The KV of a prefilled request may be sent to where there is room for it."""
-        request, epoch = event
-        if request.epoch == epoch and request.target is not None:
-            self.fleet.overlapped(request.target).receive(request)
+        assert request.target is not None
+        self.fleet.overlapped(request.target).receive(request)
 
     def on_finished(self, request: SimRequest, instance: int) -> None:
         self._withdraw(request)  # its prefill gave the only token that it still lacked
@@ -241,27 +239,6 @@ class Cluster:
 
     # -- ends --------------------------------------------------------------------------------------------------------
 
-    def cancel(self, request: SimRequest) -> None:
-        """Its user has gone; nothing happens when it has ended already."""
-        if request.stage in ENDS:
-            return
-        if request.stage is SimStage.NEW:
-            raise SimError(f"{request.rid} was cancelled before it arrived")
-        self._pending = [other for other in self._pending if other is not request]
-        self._unplaced = [other for other in self._unplaced if other is not request]
-        self.handoffs.call_off(request)
-        self._withdraw(request)
-        home, stage = None if request.home is None else self.fleet.instances[request.home], request.stage
-        given = request.done_tokens if home is None else home.given_tokens(request)
-        request.move(SimStage.CANCELLED)
-        if home is not None:
-            home.drop(request, stage)
-        self._closed(request, given)
-
-    def _end(self, request: SimRequest, stage: SimStage) -> None:
-        request.move(stage)
-        self._closed(request, request.done_tokens)
-
     def _closed(self, request: SimRequest, output_tokens: int) -> None:
         self.ledger.close(request)
         self.runner.finish(request.fleet, output_tokens, self._kernel.now_s)
@@ -269,44 +246,6 @@ class Cluster:
         self.fleet.check_drained()
         if self.on_closed is not None:
             self.on_closed(request)
-
-    def kill(self, index: int, down_s: float | None) -> None:
-        """An instance dies. Requests whose KV was there start anew; those on their way to it are placed again."""
-        instance = self.fleet.instances[index]
-        if instance.view.state is InstanceState.DEAD:
-            return
-        live = self.ledger.live.values()
-        here = [request for request in live if request.home == index]
-        coming = [request for request in live if request.target == index and request.home != index]
-        for request in here:
-            request.done_tokens = instance.given_tokens(request)
-        spec, role = self.fleet.spec_of(instance), instance.view.role
-        self.fleet.end(instance)
-        for request in coming:
-            self.handoffs.call_off(request)
-            if request.stage is SimStage.HANDOFF:
-                self._place(request)
-            elif request.stage is SimStage.PREFILL and request.home is not None:
-                self.fleet.overlapped(request.home).admit(request, self._kernel.now_s)
-        for request in here:
-            self._lost(request)
-        if down_s is not None:
-            at_s = self._kernel.now_s + down_s
-            self._kernel.at(at_s, Priority.FAULT, lambda _: self.fleet.add(spec, role, InstanceState.STARTING))
-
-    def _lost(self, request: SimRequest) -> None:
-        self._unplaced = [other for other in self._unplaced if other is not request]
-        self.handoffs.call_off(request)
-        self._withdraw(request)
-        request.restart()
-        if request.retries >= self._config.retries:
-            self._end(request, SimStage.FAILED)
-            return
-        request.retries += 1
-        self.counts["restarts"] += 1
-        request.waiting.seen = False
-        request.move(SimStage.PENDING)
-        self._dispatch(request)
 
     def check_integrity(self) -> None:
         """Asserts that no request and no token of KV is lost or counted twice."""

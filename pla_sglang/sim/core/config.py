@@ -1,4 +1,4 @@
-"""What a simulation is made of: fleet, engines, network, faults. Frozen, checked when built."""
+"""What a simulation is made of: fleet, engines, network. Frozen, checked when built."""
 
 from __future__ import annotations
 
@@ -81,33 +81,6 @@ class InstanceSpec:
 
 
 @dataclass(frozen=True)
-class InstanceFault:
-    """Instance ``index`` dies at ``at_s``; a new one takes its place ``down_s`` later (None: never)."""
-
-    at_s: float
-    index: int
-    down_s: float | None = None
-
-    def __post_init__(self) -> None:
-        require("fault at_s", self.at_s, 0, LATEST_S)
-        require("fault down_s", self.down_s, 0, LATEST_S)
-
-
-@dataclass(frozen=True)
-class LinkFault:
-    """Transfers from ``source`` to ``target`` break off at ``at_s``; the way is back ``down_s`` later."""
-
-    at_s: float
-    source: int
-    target: int
-    down_s: float
-
-    def __post_init__(self) -> None:
-        require("link fault at_s", self.at_s, 0, LATEST_S)
-        require("link fault down_s", self.down_s, 0, LATEST_S)
-
-
-@dataclass(frozen=True)
 class Policies:
     """Who decides. The same objects serve the real router; a simulation changes their state, so build them anew.
 
@@ -145,12 +118,9 @@ class SimConfig:
         startup_s: from the decision to a ready instance; None: 10 s and reading the weights at 2 GB/s.
         handoff_wait_s: how long a prefilled or migrating request waits for room at its target before its KV is given up
             and computed anew there.
-        retries: how often a request is started anew after its instance died.
         output_limit_tokens: ``max_tokens`` that clients send; None: just what the answer has.
         ttft_slo_s, tpot_slo_s: targets that requests carry; None: none.
         prefill_graph_tokens: see ``StepCosts``.
-        instance_faults, link_faults: what breaks when.
-        cancels: row of the trace -> when its user goes away, in seconds after its arrival.
         users: a closed loop instead of the trace's times: client of the trace -> users at once (``ClosedLoop``). None:
             the trace's times, or where it has think times its sessions as closed loops.
         pauses_s: row of the trace -> how long its user, in a closed loop, waits before it sends it; None: not at all.
@@ -172,14 +142,10 @@ class SimConfig:
     sample_s: float = knob(5.0, allowed=Range(0, LATEST_S, above=True))
     startup_s: float | None = knob(None, allowed=Range(0, LATEST_S))
     handoff_wait_s: float = knob(30.0, allowed=Range(0, LATEST_S, above=True))
-    retries: int = knob(3, allowed=Range(0))
     output_limit_tokens: int | None = knob(None, allowed=Range(1))
     ttft_slo_s: float | None = knob(None, allowed=Range(0, above=True, infinite=True))
     tpot_slo_s: float | None = knob(None, allowed=Range(0, above=True, infinite=True))
     prefill_graph_tokens: tuple[int, ...] | None = None
-    instance_faults: Sequence[InstanceFault] = ()
-    link_faults: Sequence[LinkFault] = ()
-    cancels: Mapping[int, float] = dataclasses.field(default_factory=dict)
     users: Mapping[int, int] | None = None
     pauses_s: Sequence[float] | None = None
     host: HostKnobs = NO_HOST
@@ -194,8 +160,6 @@ class SimConfig:
         check_fields(self)
         for row, pause_s in enumerate(self.pauses_s or ()):
             require(f"pause before row {row}, seconds", pause_s, 0, LATEST_S)
-        for row, after_s in self.cancels.items():
-            require(f"cancel of row {row}, seconds", after_s, 0, LATEST_S)
 
     def startup_of(self, spec: InstanceSpec) -> float:
         """Seconds from the decision to start such an instance until it is ready."""

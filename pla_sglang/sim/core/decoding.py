@@ -28,11 +28,6 @@ class Decoding:
         self.cut_at = 0  # steps after which it ends
         self._pool = pool
         self._costs = costs
-        self._limit_clip_tokens = knobs.limit_clip_tokens
-
-    def clear(self) -> None:
-        """All requests are gone (the instance died)."""
-        self.running, self.joining, self.segment = RunningBatch(self._limit_clip_tokens), [], None
 
     # -- a segment -----------------------------------------------------------------------------------------------------
 

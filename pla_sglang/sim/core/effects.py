@@ -6,7 +6,7 @@ from collections import Counter
 
 from pla_sglang.policy.interface.decisions import Migrate, ScaleTo, SetLengthClass, SetRole
 from pla_sglang.policy.runner import Effects, Refusal
-from pla_sglang.sim.core.fleet import Fleet
+from pla_sglang.sim.core.fleet import SimFleet
 from pla_sglang.sim.core.ledger import RequestCounts
 from pla_sglang.sim.core.request import SimStage
 
@@ -14,7 +14,7 @@ from pla_sglang.sim.core.request import SimStage
 class ClusterEffects(Effects):
     """``counts`` gets ``migrations_refused``, which is in the result of a run."""
 
-    def __init__(self, fleet: Fleet, ledger: RequestCounts, counts: Counter[str]) -> None:
+    def __init__(self, fleet: SimFleet, ledger: RequestCounts, counts: Counter[str]) -> None:
         self._fleet = fleet
         self._ledger = ledger
         self._counts = counts

@@ -14,7 +14,6 @@ from pla_sglang.plugin.config import DEADLINES, PlaConfig
 from pla_sglang.plugin.temporal_knobs import DEPTH_WITHOUT_GRAPHS, PARTS, EngineLimits, temporal_knobs, tune
 from pla_sglang.policy.baselines.orders import ENGINE_ORDERS
 from pla_sglang.policy.common.fleet_policy import NO_PLANNER, PLANNER_NAMES
-from pla_sglang.policy.common.forecast import Forecaster
 from pla_sglang.policy.common.step_model import BEND_TOKENS, StepModel
 from pla_sglang.policy.common.survival import SurvivalPredictor
 from pla_sglang.policy.engine_policies import make_engine_policy
@@ -156,7 +155,7 @@ class Experiment:
         60.0, "--plan-interval-s", "for planners and policies that scale", allowed=Range(0, unit="s", above=True)
     )
     headroom: float = knob(1.0, "--headroom", "factor on the forecast load", allowed=Range(0, above=True))
-    forecaster: str | Callable[[], Forecaster] | None = knob(
+    forecaster: str | None = knob(
         None,
         "--forecaster NAME",
         f"of the load: {', '.join(FORECASTERS)}; default: {DEFAULT_FORECASTER}, of policies {PAPER_FORECASTER}",

@@ -1,4 +1,4 @@
-"""The instances of a simulation: birth, roles, draining, death, and the time they cost."""
+"""The instances of a simulation: start, roles, draining, end, and the time they cost."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Life:
         return max(0.0, end_s - self.start_s) * self.spec.gpus
 
 
-class Fleet:
+class SimFleet:
     """Makes, flips, drains and ends instances. Tells ``on_change`` when an instance has become ready."""
 
     def __init__(
@@ -104,7 +104,7 @@ class Fleet:
             host=self._host,
         )
         if not exact:
-            instance.know_cache_by(self.cache)
+            instance.report.know_cache_by(self.cache)
         if isinstance(instance, OverlappedInstance):
             instance.set_host(self._config.host)
         self._tell_steps(instance, spec)
@@ -247,12 +247,12 @@ class Fleet:
         return [view.role for view in self.view.instances if view.state in living]
 
     def end(self, instance: SimInstance) -> None:
-        """The instance is dead from now on; what was on it is the cluster's to save."""
+        """An instance without requests is dead from now on."""
         index = instance.view.index
         self._draining.pop(index, None)
         self.lives[index].end_s = self._kernel.now_s
         self.view.set_state(instance.view, InstanceState.DEAD)
-        instance.kill()
+        instance.end()
         if self._config.prefix_knowledge is PrefixKnowledge.INDEX:
             self.cache.forget_instance(index)
 

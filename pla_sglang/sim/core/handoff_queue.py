@@ -56,11 +56,6 @@ class HandoffQueue:
         """Requests that wait for room or have it."""
         return self._view.waiting_decodes - len(self._announced)
 
-    def clear(self) -> None:
-        """All are forgotten (the instance died)."""
-        self.waiting.clear()
-        self._announced.clear()
-
     def announce(self, request: SimRequest) -> None:
         """``request`` is to come; it counts as load from now on."""
         self._announced[request] = request.arriving_tokens

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 
-from pla_sglang.sim.core.fleet import Fleet
+from pla_sglang.sim.core.fleet import SimFleet
 from pla_sglang.sim.core.instance import SimInstance
 from pla_sglang.sim.core.kernel import Kernel, Priority
 from pla_sglang.sim.core.network import Network
-from pla_sglang.sim.core.request import SimRequest, SimStage
+from pla_sglang.sim.core.request import SimRequest
 
 
 class Handoffs:
@@ -18,26 +17,22 @@ class Handoffs:
     Args:
         wait_s: how long a request waits for room at its target.
         on_late: called with a request that has waited so long, and with the target that had no room.
-        counts: gets ``transfers_repeated``, which is in the result of a run.
     """
 
     def __init__(
         self,
         kernel: Kernel,
-        fleet: Fleet,
+        fleet: SimFleet,
         network: Network,
         *,
         wait_s: float,
         on_late: Callable[[SimRequest, int], None],
-        counts: Counter[str],
     ) -> None:
         self._kernel = kernel
         self._fleet = fleet
         self._network = network
         self._wait_s = wait_s
         self._on_late = on_late
-        self._counts = counts
-        self._moving: dict[SimRequest, tuple[int, int]] = {}  # transfers under way, by source and target
 
     def start(self, request: SimRequest, target: SimInstance) -> None:
         """``request`` is to decode at ``target``; the transfer begins as soon as there is room."""
@@ -62,39 +57,26 @@ class Handoffs:
         """The target has made room: the KV is sent."""
         assert request.home is not None
         assert request.target is not None
-        way = (request.home, request.target)
         size = request.context_tokens * self._fleet.instances[request.home].costs.profile.kv_bytes_per_token
-        end_s = self._network.send(*way, size, self._kernel.now_s)
-        self._moving[request] = way
+        end_s = self._network.send(request.home, request.target, size, self._kernel.now_s)
         request.epoch += 1
-        self._kernel.at(end_s, Priority.END, self._transferred, (request, request.epoch))
+        self._kernel.at(end_s, Priority.END, self._transferred, request)
 
-    def _transferred(self, event: tuple[SimRequest, int]) -> None:
-        request, epoch = event
-        if request.epoch != epoch:
-            return
-        source, target = (self._fleet.instances[index] for index in self._moving.pop(request))
+    def _transferred(self, request: SimRequest) -> None:
+        assert request.home is not None
+        assert request.target is not None
+        source, target = self._fleet.instances[request.home], self._fleet.instances[request.target]
         request.target = None
         source.release(request)
         target.incoming.settle(request)
         target.join(request)
         self._fleet.check_drained()
 
-    def cut_link(self, source: int, target: int, down_s: float) -> None:
-        """Transfers on this way break off and start again when it is back."""
-        self._network.cut(source, target, self._kernel.now_s + down_s)
-        for request, way in list(self._moving.items()):
-            if way == (source, target):
-                self._counts["transfers_repeated"] += 1
-                self.transfer(request)
-
     def call_off(self, request: SimRequest) -> None:
-        """``request`` does not go to its target, if it has one; the target's room is free again."""
-        self._moving.pop(request, None)
+        """``request``, whose KV is not on its way yet, does not go to its target; the target's room is free again."""
+        assert request.target is not None
         request.epoch += 1
-        index, request.target = request.target, None
-        if index is not None and request.stage in (SimStage.HANDOFF, SimStage.PREFILL):
-            target = self._fleet.instances[index]
-            if target.alive and (request.reserved or request in target.incoming.waiting):
-                target.unreserve(request, reserved=request.reserved)
+        target, request.target = self._fleet.instances[request.target], None
+        if request.reserved or request in target.incoming.waiting:
+            target.unreserve(request, reserved=request.reserved)
         request.reserved = False

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from pla_sglang.load.prefix_index import PrefixIndex
 from pla_sglang.policy.engine_policies import find_reservations
 from pla_sglang.policy.interface.decisions import MeasuredPass, PrefillSample
 from pla_sglang.policy.interface.fleet import InstanceView
@@ -105,14 +104,10 @@ class SimInstance:
         """Fits what its passes take from now on, for ``steps``."""
         self.measured = PassMeasurement(steps)
 
-    def know_cache_by(self, index: PrefixIndex) -> None:
-        """Its view says of its prefix cache what ``index`` knows, from now on."""
-        self.report.know_cache_by(index)
-
-    def submit(self, request: SimRequest, *, first: bool = False) -> None:
+    def submit(self, request: SimRequest) -> None:
         """``request`` is to be prefilled here."""
         request.home = self.view.index
-        self.queue.push(request, first=first)
+        self.queue.push(request)
         if not request.waiting.seen:
             request.waiting.seen = True
             self._policy.on_arrival(request.waiting, self._kernel.now_s)
@@ -148,44 +143,12 @@ class SimInstance:
         self.queue.free(request)
         self._wake()
 
-    def drop(self, request: SimRequest, stage: SimStage) -> None:
-        """``request`` was cancelled in ``stage``: it is taken out and what it holds is freed, at the next boundary if
-        it runs.
-        """
-        if stage is SimStage.PREFILL:
-            self.queue.remove(request)
-        elif request in self.decoding.running.members:
-            self._leaving.append(request)  # the step under way ends with it
-            self._wake()
-            return
-        else:
-            if request in self.decoding.joining:
-                self.decoding.joining.remove(request)
-            self.queue.free(request)
-        request.home = None
-        self.report.update()
-        self._wake()
-
-    def kill(self) -> None:
-        """Everything stops and is forgotten; the cluster knows which requests were here."""
+    def end(self) -> None:
+        """An instance without requests is given up, and its prefix cache with it."""
+        assert self.empty, f"{self.view.name} ends with requests"
         self.alive = False
-        self._epoch += 1
-        self.queue.clear()
-        self.decoding.clear()
-        self.incoming.clear()
-        self._leaving = []
         self.pool.clear()
-        view = self.view
-        view.queued_prefills = view.queued_tokens = view.queued_attention = view.queued_history_tokens = 0
-        view.running = view.context_tokens = view.waiting_decodes = view.waiting_decode_tokens = 0
-        view.prefilling_decode_tokens = view.kv_used_tokens = 0
-
-    def given_tokens(self, request: SimRequest) -> int:
-        """Answer tokens that ``request`` has got by now."""
-        running = self.decoding.running
-        if request not in running.members:
-            return request.done_tokens
-        return running.done_of(request, self.decoding.steps_now(self._kernel.now_s))
+        self.view.kv_used_tokens = 0
 
     @property
     def empty(self) -> bool:
@@ -241,10 +204,7 @@ class SimInstance:
             if request not in self.decoding.running.members:
                 continue  # it has ended with the last step
             self.decoding.running.leave(request)
-            if request.stage is SimStage.CANCELLED:
-                self._forget(request)
-            else:
-                self._host.on_left(request, self.view.index)
+            self._host.on_left(request, self.view.index)
         self._leaving.clear()
 
     def _join(self) -> None:
@@ -381,14 +341,7 @@ class SimInstance:
         else:
             self._host.on_prefilled(request, self.view.index)
 
-    def _forget(self, request: SimRequest) -> None:
-        self.queue.free(request)
-        request.home = None
-
     def _finish(self, request: SimRequest) -> None:
-        if request.stage is SimStage.CANCELLED:
-            self._forget(request)
-            return
         self.queue.free(request)
         request.finish_s = self._kernel.now_s
         request.move(SimStage.FINISHED)

@@ -22,11 +22,10 @@ Call = Callable[[Any], object]
 class Priority(enum.IntEnum):
     """At one instant: what has ended is known before what arrives, and controllers look last."""
 
-    FAULT = 0
-    END = 1  # of a step, a transfer, a start-up
-    ARRIVAL = 2
-    WAKE = 3  # an instance looks for work, after all that this instant has brought
-    TICK = 4  # reports and controllers
+    END = 0  # of a step, a transfer, a start-up
+    ARRIVAL = 1
+    WAKE = 2  # an instance looks for work, after all that this instant has brought
+    TICK = 3  # reports and controllers
 
 
 class Kernel:
@@ -45,10 +44,10 @@ class Kernel:
         self._sequence += 1
         heapq.heappush(self._heap, (time_s, priority, self._sequence, call, argument))
 
-    def run(self, until_s: float = math.inf) -> None:
-        """Handles events up to and including ``until_s``; stops earlier when there is none left."""
+    def run(self) -> None:
+        """Handles events until there is none left."""
         heap, pop = self._heap, heapq.heappop
-        while heap and heap[0][0] <= until_s:
+        while heap:
             time_s, _, _, call, argument = pop(heap)
             self.now_s = time_s
             self.events += 1
@@ -69,7 +68,3 @@ class Kernel:
     def quiet(self) -> bool:
         """Nothing else is scheduled for this very instant."""
         return not self._heap or self._heap[0][0] > self.now_s
-
-    def pending(self) -> int:
-        """Events that have not been handled."""
-        return len(self._heap)

@@ -34,23 +34,12 @@ class Network:
         self._knobs = knobs
         self._out_free_s: dict[int, float] = {}
         self._in_free_s: dict[int, float] = {}
-        self._down_until_s: dict[tuple[int, int], float] = {}
         self.transfers = 0
 
     def send(self, source: int, target: int, size_bytes: int, now_s: float) -> float:
         """Takes the links; returns when the last byte is there."""
-        start_s = max(
-            now_s,
-            self._out_free_s.get(source, 0.0),
-            self._in_free_s.get(target, 0.0),
-            self._down_until_s.get((source, target), 0.0),
-        )
+        start_s = max(now_s, self._out_free_s.get(source, 0.0), self._in_free_s.get(target, 0.0))
         end_s = start_s + self._knobs.latency_s + size_bytes / self._knobs.bandwidth_bytes_per_s
         self._out_free_s[source] = self._in_free_s[target] = end_s
         self.transfers += 1
         return end_s
-
-    def cut(self, source: int, target: int, until_s: float) -> None:
-        """The way from ``source`` to ``target`` is down; transfers start again when it is back."""
-        key = (source, target)
-        self._down_until_s[key] = max(until_s, self._down_until_s.get(key, 0.0))

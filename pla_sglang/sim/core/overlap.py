@@ -15,7 +15,7 @@ from pla_sglang.sim.core.host import HostKnobs
 from pla_sglang.sim.core.instance import SimInstance
 from pla_sglang.sim.core.kernel import Priority
 from pla_sglang.sim.core.prefill import PrefillPass
-from pla_sglang.sim.core.request import SimRequest, SimStage
+from pla_sglang.sim.core.request import SimRequest
 
 ALWAYS_S = -math.inf
 
@@ -39,10 +39,7 @@ class OverlappedInstance(SimInstance):
 
     # -- what the cluster asks ---------------------------------------------------------------------------------------
 
-    def submit(self, request: SimRequest, *, first: bool = False) -> None:
-        if first:
-            super().submit(request, first=True)
-            return
+    def submit(self, request: SimRequest) -> None:
         request.home = self.view.index
         self.queue.push(request, seen=False)
         if request.target is None:
@@ -68,11 +65,6 @@ class OverlappedInstance(SimInstance):
         request.reserved = False
         super().join(request)
 
-    def kill(self) -> None:
-        super().kill()
-        self._coming.clear()
-        self._here_s.clear()
-
     # -- boundaries --------------------------------------------------------------------------------------------------
 
     def _look(self, _: object = None) -> None:
@@ -92,8 +84,7 @@ class OverlappedInstance(SimInstance):
                 self._policy.on_arrival(request.waiting, now_s)
         coming, self._coming = self._coming, []
         for request in coming:
-            if request.target == self.view.index:
-                self._host.on_reserved(request, self.view.index)
+            self._host.on_reserved(request, self.view.index)
         for request in list(self.decoding.joining):
             if request.first_token_s is None:
                 self._give_first(request)
@@ -184,7 +175,6 @@ class OverlappedInstance(SimInstance):
 
     def _finish(self, request: SimRequest) -> None:
         self._here_s.pop(request, None)
-        if request.stage is not SimStage.CANCELLED:
-            requests, context = self._ended
-            self._ended = (requests + 1, context + request.context_tokens)
+        requests, context = self._ended
+        self._ended = (requests + 1, context + request.context_tokens)
         super()._finish(request)

@@ -18,7 +18,7 @@ itself: giving up its ``d`` dearest requests leaves ``w(d)``, which needs ``w(d)
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +28,6 @@ from pla_sglang.sim.core.lower_bound import ROUNDING, Charge, Demands, choose_wi
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 CHUNK = 2_000_000  # costs that are computed at once
-Tell = Callable[[float], None]  # the share that is done
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,16 +161,16 @@ class BinCosts:
         return mean, high + higher - low - max(0, p - q)
 
 
-def least_with_starts(bins: Bins, prices: Prices, may_miss: int, tell: Tell = lambda done: None) -> float:
+def least_with_starts(bins: Bins, prices: Prices, may_miss: int) -> float:
     """The bound, in instance-seconds."""
-    *_, best = _walk(bins, BinCosts(bins, prices), tell)
+    *_, best = _walk(bins, BinCosts(bins, prices))
     return float(best.min()) - prices.request_s * may_miss
 
 
 def find_path(bins: Bins, prices: Prices, may_miss: int) -> PaidStarts:
     """The bound, and one path that costs as much."""
     costs = BinCosts(bins, prices)
-    bests = list(_walk(bins, costs, lambda done: None))
+    bests = list(_walk(bins, costs))
     q = int(bests[-1].argmin())
     parts, starts = [], 0
     for place in reversed(range(len(bins))):
@@ -183,7 +182,7 @@ def find_path(bins: Bins, prices: Prices, may_miss: int) -> PaidStarts:
     return PaidStarts(float(bests[-1].min()) - prices.request_s * may_miss, parts[::-1], starts)
 
 
-def _walk(bins: Bins, costs: BinCosts, tell: Tell) -> Iterator[Floats]:
+def _walk(bins: Bins, costs: BinCosts) -> Iterator[Floats]:
     """The least cost up to each border, by instances there: before the first bin, and after each."""
     best = np.zeros(len(costs.counts))
     yield best
@@ -192,4 +191,3 @@ def _walk(bins: Bins, costs: BinCosts, tell: Tell) -> Iterator[Floats]:
         for between in costs.between(slice(start, start + size)):
             best = (best[:, None] + between).min(axis=0)
             yield best
-        tell(min(1.0, (start + size) / len(bins)))

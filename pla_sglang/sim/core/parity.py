@@ -26,6 +26,7 @@ from pla_sglang.recording.views import restore, restore_batch
 from pla_sglang.sim.core.kernel import Kernel, Priority
 
 NOTHING_RUNS = DecodeBatch.of([])
+DIFFERENCES_KEPT = 20  # for people
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,13 +75,12 @@ class Replay:
         policy: built from the header.
         lines: as recorded, in order.
         steps: of the header's setup.
-        keep: how many differences to keep for people.
 
     Raises:
         RecordError: a line does not fit those before it.
     """
 
-    def __init__(self, policy: PolicySet, lines: Iterable[rows.Line], *, steps: StepTimes, keep: int = 20) -> None:
+    def __init__(self, policy: PolicySet, lines: Iterable[rows.Line], *, steps: StepTimes) -> None:
         self.result = Parity()
         self._steps = steps
         self._kernel = Kernel()
@@ -89,7 +89,6 @@ class Replay:
         # Nothing is carried out: what came of the live actions is in the lines.
         self._runner = FleetRunner(policy, self._fleet, Effects())
         self._requests: dict[str, RequestView] = {}
-        self._keep = keep
         start_s: float | None = None
         for number, line in enumerate(lines, 2):
             if isinstance(line, rows.Header):
@@ -166,7 +165,7 @@ class Replay:
         if rows.normal(answer) == line.answer:
             result.identical[kind] += 1
             result.flips_identical += flips
-        elif len(result.differences) < self._keep:
+        elif len(result.differences) < DIFFERENCES_KEPT:
             result.differences.append(DecisionDifference(number, kind, line.now_s, line.answer, answer))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pla_sglang.policy.common.plan_log import FleetCount, PlanLog, count_instances
 from pla_sglang.policy.interface.decisions import Controller, FleetAction
 from pla_sglang.policy.interface.fleet import InstanceState, InstanceView
-from pla_sglang.sim.core.fleet import Fleet
+from pla_sglang.sim.core.fleet import SimFleet
 
 
 class PlanWatch:
@@ -18,7 +18,7 @@ class PlanWatch:
 
     def __init__(
         self,
-        fleet: Fleet,
+        fleet: SimFleet,
         controllers: Sequence[Controller],
         *,
         clock: Callable[[], float],

@@ -141,7 +141,7 @@ class KvPool:
         self.unlock(ids[: held + len(fresh)])
 
     def clear(self) -> None:
-        """Everything is lost (the instance died)."""
+        """Everything is lost (the instance has ended)."""
         for block in (*self._locked, *self._idle):
             self._watcher(block, False)
         self._locked.clear()

@@ -60,11 +60,6 @@ class PrefillQueue:
         """Tokens that the chunked request still needs memory for; nobody else may have it."""
         return 0 if self.chunk is None else self.chunk.waiting.new_tokens
 
-    def clear(self) -> None:
-        """All requests are gone (the instance died)."""
-        self.waiting, self.chunk, self.under_way, self._unshared = [], None, None, []
-        self.arriving.clear()
-
     # -- queue -------------------------------------------------------------------------------------------------------
 
     def push(self, request: SimRequest, *, first: bool = False, seen: bool = True) -> None:
@@ -93,19 +88,6 @@ class PrefillQueue:
             del self.arriving[request]
             self.waiting.append(request.waiting)
         return seen
-
-    def remove(self, request: SimRequest) -> None:
-        """A waiting request is taken out, or one whose prefill is under way, with what it holds."""
-        self._count(request.waiting, -1)
-        if self.arriving.pop(request, None) is not None:
-            return
-        place = next((place for place, view in enumerate(self.waiting) if view is request.waiting), None)
-        if place is not None:
-            del self.waiting[place]
-            return
-        if request is self.chunk:
-            self.chunk = None
-        self.free(request)
 
     def free(self, request: SimRequest) -> None:
         """What ``request`` holds in the pool."""
@@ -239,8 +221,6 @@ class PrefillQueue:
         """Brings views up to date after a pass; returns the requests whose prompt is complete."""
         complete: list[SimRequest] = []
         for request, tokens in done.parts:
-            if request.home is None:
-                continue  # it was cancelled while the pass ran
             waiting = request.waiting
             self._count(waiting, -1)
             waiting.new_tokens -= tokens

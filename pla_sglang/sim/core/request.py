@@ -13,7 +13,7 @@ from pla_sglang.sim.core.errors import SimError
 
 
 class SimStage(enum.Enum):
-    """Where a request is in its life; the last four are ends."""
+    """Where a request is in its life; the last two are ends."""
 
     NEW = "new"  # has not arrived
     PENDING = "pending"  # arrived; no instance is ready for it
@@ -21,24 +21,19 @@ class SimStage(enum.Enum):
     HANDOFF = "handoff"  # has its KV in one place and is to decode in another, or waits for a place
     DECODE = "decode"  # in a running batch
     FINISHED = "finished"
-    CANCELLED = "cancelled"  # by its user
     REFUSED = "refused"  # can never fit an instance
-    FAILED = "failed"  # its instance died and it may not be tried again
 
 
-_ABORTS = frozenset({SimStage.CANCELLED, SimStage.FAILED})
 LEGAL: Mapping[SimStage, frozenset[SimStage]] = {
-    SimStage.NEW: frozenset({SimStage.PENDING, SimStage.PREFILL, SimStage.REFUSED, SimStage.CANCELLED}),
-    SimStage.PENDING: frozenset({SimStage.PREFILL, SimStage.REFUSED}) | _ABORTS,
-    SimStage.PREFILL: frozenset({SimStage.HANDOFF, SimStage.DECODE, SimStage.FINISHED, SimStage.PENDING}) | _ABORTS,
-    SimStage.HANDOFF: frozenset({SimStage.DECODE, SimStage.PENDING}) | _ABORTS,
-    SimStage.DECODE: frozenset({SimStage.FINISHED, SimStage.PREFILL, SimStage.HANDOFF, SimStage.PENDING}) | _ABORTS,
+    SimStage.NEW: frozenset({SimStage.PENDING, SimStage.PREFILL, SimStage.REFUSED}),
+    SimStage.PENDING: frozenset({SimStage.PREFILL}),
+    SimStage.PREFILL: frozenset({SimStage.HANDOFF, SimStage.DECODE, SimStage.FINISHED}),
+    SimStage.HANDOFF: frozenset({SimStage.DECODE, SimStage.PENDING}),
+    SimStage.DECODE: frozenset({SimStage.FINISHED, SimStage.PREFILL, SimStage.HANDOFF}),
     SimStage.FINISHED: frozenset(),
-    SimStage.CANCELLED: frozenset(),
     SimStage.REFUSED: frozenset(),
-    SimStage.FAILED: frozenset(),
 }
-ENDS = frozenset({SimStage.FINISHED, SimStage.CANCELLED, SimStage.REFUSED, SimStage.FAILED})
+ENDS = frozenset({SimStage.FINISHED, SimStage.REFUSED})
 
 
 @dataclasses.dataclass(slots=True, eq=False, repr=False)
@@ -98,7 +93,6 @@ class SimRequest:
     first_token_s: float | None = None
     decode_start_s: float | None = None
     finish_s: float | None = None
-    retries: int = 0
     retractions: int = 0
     migrations: int = 0
     epoch: int = 0

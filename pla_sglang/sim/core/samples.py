@@ -14,7 +14,7 @@ GONE = -1  # role code of an instance that is not ready
 
 
 @dataclasses.dataclass(frozen=True)
-class Samples:
+class FleetSamples:
     """One row per sample, one column per instance ever started; missing values are 0, missing roles GONE.
 
     Attributes:
@@ -51,7 +51,7 @@ class Sampler:
             )
         )
 
-    def result(self) -> Samples:
+    def result(self) -> FleetSamples:
         width = max((len(row[0]) for row in self._rows), default=0)
 
         def column(place: int, fill: int) -> npt.NDArray[np.int64]:
@@ -60,7 +60,9 @@ class Sampler:
                 table[index, : len(row[place])] = row[place]
             return table
 
-        return Samples(np.array(self._at_s), column(0, 0), column(1, 0), column(2, 0), column(3, GONE).astype(np.int8))
+        return FleetSamples(
+            np.array(self._at_s), column(0, 0), column(1, 0), column(2, 0), column(3, GONE).astype(np.int8)
+        )
 
 
 _CODES = {role: place for place, role in enumerate(ROLE_ORDER)}

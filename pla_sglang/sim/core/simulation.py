@@ -15,13 +15,13 @@ import numpy.typing as npt
 from pla_sglang.policy.common.plan_log import PlanLog
 from pla_sglang.sim.core.closed import ClosedLoop, session_loop
 from pla_sglang.sim.core.cluster import Cluster
-from pla_sglang.sim.core.config import InstanceFault, LinkFault, Policies, SimConfig
+from pla_sglang.sim.core.config import Policies, SimConfig
 from pla_sglang.sim.core.errors import SimConfigError, SimError
 from pla_sglang.sim.core.idle import IdleTime
 from pla_sglang.sim.core.kernel import Kernel, Priority
 from pla_sglang.sim.core.plan_watch import PlanWatch
 from pla_sglang.sim.core.request import SimRequest
-from pla_sglang.sim.core.samples import Sampler, Samples
+from pla_sglang.sim.core.samples import FleetSamples, Sampler
 from pla_sglang.sim.metrics.goodput import Served
 from pla_sglang.sim.workload.trace import Trace
 
@@ -39,7 +39,7 @@ class RunResult:
             batch; NaN: never.
         stage: [n] how each ended, as ``Stage`` values.
         prefill_instance, decode_instance: [n] int64, where it was last; -1: nowhere.
-        retractions, migrations, retries: [n] int64.
+        retractions, migrations: [n] int64.
         hit_tokens: [n] int64, of the prompt in its instance's prefix cache as its first pass began.
         predicted_hit_tokens: [n] int64, the same as the router saw it when it chose the instance.
         reasons, pass_reasons: decisions of the fleet's and of the engines' policies, by reason.
@@ -62,14 +62,13 @@ class RunResult:
     decode_instance: npt.NDArray[np.int64]
     retractions: npt.NDArray[np.int64]
     migrations: npt.NDArray[np.int64]
-    retries: npt.NDArray[np.int64]
     hit_tokens: npt.NDArray[np.int64]
     predicted_hit_tokens: npt.NDArray[np.int64]
     reasons: dict[str, int]
     pass_reasons: dict[str, int]
     counts: dict[str, int]
     lengths: dict[str, Any]
-    samples: Samples
+    samples: FleetSamples
     plans: PlanLog
     gpu_hours: float
     end_s: float
@@ -93,14 +92,11 @@ class Simulation:
 
     Raises:
         TraceError: the trace is empty.
-        SimConfigError: a cancel names a row that the trace does not have, or it has not as many rows as pauses.
+        SimConfigError: the trace has not as many rows as pauses.
     """
 
     def __init__(self, trace: Trace, config: SimConfig, policies: Policies) -> None:
         trace.require_requests()
-        for row in config.cancels:
-            if not 0 <= row < len(trace):
-                raise SimConfigError(f"cancel of row {row}; allowed: 0 to {len(trace) - 1}")
         if config.pauses_s is not None and len(config.pauses_s) != len(trace):
             raise SimConfigError(f"{len(config.pauses_s)} pauses; allowed: one for each of the {len(trace)} rows")
         self.kernel = Kernel()
@@ -146,10 +142,6 @@ class Simulation:
             if not controller.interval_s > 0:
                 raise SimConfigError(f"interval_s of {type(controller).__name__} is {controller.interval_s}; above 0")
             kernel.at(controller.interval_s, Priority.TICK, self._control, number)
-        for fault in self.config.instance_faults:
-            kernel.at(fault.at_s, Priority.FAULT, self._kill, fault)
-        for link in self.config.link_faults:
-            kernel.at(link.at_s, Priority.FAULT, self._cut_link, link)
 
     def run(self, progress: Progress | None = None) -> RunResult:
         """To the end of all requests. Raises SimError when requests stop making progress."""
@@ -186,8 +178,6 @@ class Simulation:
             self._arrivals[row] = self.kernel.now_s + self._idle.left_out_s
         request = self._request(row)
         self._requests.append(request)
-        if row in self.config.cancels:
-            self.kernel.at(self.kernel.now_s + self.config.cancels[row], Priority.ARRIVAL, self.cluster.cancel, request)
         self.cluster.arrive(request)
 
     def _request(self, row: int) -> SimRequest:
@@ -203,15 +193,6 @@ class Simulation:
             answer_ids=() if answers is None else answers[row],
             slo_s=(config.ttft_slo_s, config.tpot_slo_s),
         )
-
-    def _kill(self, fault: InstanceFault) -> None:
-        instances = len(self.cluster.fleet.instances)
-        if fault.index >= instances:
-            raise SimConfigError(f"fault of instance {fault.index}; allowed: 0 to {instances - 1}")
-        self.cluster.kill(fault.index, fault.down_s)
-
-    def _cut_link(self, fault: LinkFault) -> None:
-        self.cluster.handoffs.cut_link(fault.source, fault.target, fault.down_s)
 
     def _report(self, _: int) -> None:
         """Instances report, the router's numbers are fresh, and samples are taken."""
@@ -318,7 +299,6 @@ class Simulation:
             decode_instance=np.array([-1 if one.home is None else one.home for one in requests], dtype=np.int64),
             retractions=column("retractions"),
             migrations=column("migrations"),
-            retries=column("retries"),
             hit_tokens=column("hit_tokens"),
             predicted_hit_tokens=column("predicted_hit_tokens"),
             reasons=dict(sorted((cluster.runner.reasons() + self._idle.reasons).items())),

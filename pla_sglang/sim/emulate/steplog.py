@@ -16,9 +16,9 @@ class StepLog:
     So it includes all delays that a client observes: late wake-ups and gaps caused by the host.
     """
 
-    def __init__(self, window: int = WINDOW) -> None:
+    def __init__(self) -> None:
         self.steps = 0
-        self._errors: deque[float] = deque(maxlen=window)
+        self._errors: deque[float] = deque(maxlen=WINDOW)
         self._last_seen_s: float | None = None
 
     def observe(self, span: Span, seen_s: float) -> None:

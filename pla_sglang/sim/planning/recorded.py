@@ -76,7 +76,7 @@ def read_run(path: Path) -> RecordedRun:
     lines = read(path)
     header = next(lines)
     assert isinstance(header, rows.Header), "the reader checks it"
-    reader = _Reader()
+    reader = _RecordingReader()
     for line in lines:
         reader.take(line)
     served = [one for one in reader.requests.values() if one.finish_s is not None and one.output_tokens > 0]
@@ -122,7 +122,7 @@ def _number_sessions(served: list[_Request]) -> npt.NDArray[np.int64]:
     return np.array([numbers.setdefault(name, len(numbers)) for name in names], dtype=np.int64)
 
 
-class _Reader:
+class _RecordingReader:
     """Takes the lines after the header, in their order.
 
     Attributes:

@@ -45,7 +45,7 @@ KINDS = {"prefill", "decode"}
 
 
 @dataclasses.dataclass(frozen=True)
-class Interval:
+class PredictedRange:
     predicted: float
     low: float
     high: float
@@ -153,7 +153,7 @@ def replay_recorded(run: RecordedRun, experiment: Experiment) -> WhatIf:
     )
 
 
-def predict(known: WhatIf, other: Experiment) -> dict[str, Interval]:
+def predict(known: WhatIf, other: Experiment) -> dict[str, PredictedRange]:
     """By figure, what ``other`` would have met. Raises ConfigError outside of what was recorded."""
     check_other(known, other)
     served = simulate(dataclasses.replace(other, host=known.host), known.run)
@@ -163,7 +163,7 @@ def predict(known: WhatIf, other: Experiment) -> dict[str, Interval]:
     return {name: _enclose(name, value, answers, other.slo, known.confidence) for name, value in plain.items()}
 
 
-def _enclose(name: str, value: float, answers: Sequence[Served], slo: Slo, confidence: float) -> Interval:
+def _enclose(name: str, value: float, answers: Sequence[Served], slo: Slo, confidence: float) -> PredictedRange:
     """From the least of the answers to the greatest, each widened as a sample."""
     n = len(answers[0])
     if name == "attainment":
@@ -175,7 +175,7 @@ def _enclose(name: str, value: float, answers: Sequence[Served], slo: Slo, confi
         share = float(percentile[1:]) / 100
         levels = [100 * widen(share, n, confidence, up=up) for up in (False, True)]
         ends = [end for column in columns for level in levels if not math.isnan(end := quantile(column, level))]
-    return Interval(value, min(ends, default=math.nan), max(ends, default=math.nan))
+    return PredictedRange(value, min(ends, default=math.nan), max(ends, default=math.nan))
 
 
 def check_other(known: WhatIf, other: Experiment) -> None:
@@ -325,7 +325,7 @@ def _part(served: Served, span: slice) -> Served:
 Tell = Callable[[str], None]
 
 
-def predict_all(known: WhatIf, others: Sequence[Experiment], tell: Tell) -> list[dict[str, Interval]]:
+def predict_all(known: WhatIf, others: Sequence[Experiment], tell: Tell) -> list[dict[str, PredictedRange]]:
     """Raises ConfigError for the first that is outside of what was recorded, before any is run."""
     for other in others:
         check_other(known, other)

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pla_sglang.sim.core.experiment import Experiment
-from pla_sglang.sim.planning.what_if import FIGURES, Interval, WhatIf
+from pla_sglang.sim.planning.what_if import FIGURES, PredictedRange, WhatIf
 
 LEGEND = (
     "measured: as recorded. simulated: the recorded fleet in the simulator. Others: predicted (least to greatest) with "
@@ -20,7 +20,7 @@ LEGEND = (
 
 
 def show_what_if(
-    known: WhatIf, others: Sequence[Experiment], answers: Sequence[Mapping[str, Interval]], out: Console
+    known: WhatIf, others: Sequence[Experiment], answers: Sequence[Mapping[str, PredictedRange]], out: Console
 ) -> None:
     """In the width of the console."""
     run = known.run
@@ -36,7 +36,7 @@ def show_what_if(
     out.print(legend, *list_notes(known), sep="\n", markup=False)
 
 
-def cells_of(known: WhatIf, answers: Sequence[Mapping[str, Interval]] = ()) -> list[list[str]]:
+def cells_of(known: WhatIf, answers: Sequence[Mapping[str, PredictedRange]] = ()) -> list[list[str]]:
     """``FIGURES`` measured, simulated, and of each answer."""
     plain = [[_cell(name, figures[name]) for name in FIGURES] for figures in (known.recorded, known.replayed)]
     return plain + [[_range(name, answer[name]) for name in FIGURES] for answer in answers]
@@ -72,12 +72,14 @@ def _cell(name: str, value: float) -> str:
     return f"{1e3 * value:,.0f}" if value >= 0.1 else f"{1e3 * value:.3g}"
 
 
-def _range(name: str, interval: Interval) -> str:
+def _range(name: str, interval: PredictedRange) -> str:
     value, low, high = (_cell(name, one) for one in dataclasses.astuple(interval))
     return f"{value} ({low} to {high})"
 
 
-def as_json(known: WhatIf, others: Sequence[Experiment], answers: Sequence[Mapping[str, Interval]]) -> dict[str, Any]:
+def as_json(
+    known: WhatIf, others: Sequence[Experiment], answers: Sequence[Mapping[str, PredictedRange]]
+) -> dict[str, Any]:
     """Plain values; no setting but the recorded one: ``others`` is empty."""
     return {
         "requests": len(known.run.trace),

@@ -57,7 +57,6 @@ def write_requests(one: ExperimentResult, path: Path) -> None:
         "decode_instance": result.decode_instance,
         "retractions": result.retractions,
         "migrations": result.migrations,
-        "retries": result.retries,
     }
     parquet.write_table(pa.table(table), path)
 

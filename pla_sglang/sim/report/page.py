@@ -17,7 +17,7 @@ from importlib import resources
 from typing import Any
 
 from pla_sglang.common.errors import ConfigError
-from pla_sglang.common.legend.style import read_base_style
+from pla_sglang.common.legend.pages import encode_json, read_base_style
 
 LIBRARIES = ("jinja2", "plotly")
 Figure = Mapping[str, Any]  # data, layout: as plotly has them; height: pixels
@@ -96,7 +96,7 @@ def render_page(page: Page) -> str:
         page=page,
         style=Markup(read_base_style() + _read_template("page.css")),
         script=Markup(_read_template("page.js")),
-        figures=Markup(_encode_json(figures)),
+        figures=Markup(encode_json(figures)),
         plotly=Markup(_packed_plotly() if figures else ""),
         setting=json.dumps(page.setting, indent=1),
     )
@@ -104,11 +104,6 @@ def render_page(page: Page) -> str:
 
 def _read_template(name: str) -> str:
     return resources.files("pla_sglang.sim.report").joinpath("template", name).read_text(encoding="utf-8")
-
-
-def _encode_json(value: Any) -> str:
-    """JSON that may stand inside a script element, whatever its texts hold."""
-    return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
 @functools.cache

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pla_sglang.common.legend.colours import NOT_READY_COLOUR, ROLE_COLOURS
-from pla_sglang.sim.core.samples import GONE, ROLE_ORDER, Samples
+from pla_sglang.sim.core.samples import GONE, ROLE_ORDER, FleetSamples
 from pla_sglang.sim.metrics.goodput import Floats
 from pla_sglang.sim.report.figures import MOST_POINTS, cut_digits, make_layout, name_axis
 from pla_sglang.sim.report.page import Figure
@@ -26,7 +26,7 @@ class BinnedSamples:
 
     Attributes:
         at_s: [bins] time of the first sample of each.
-        role: [bins, instances] of that sample, as in ``Samples``.
+        role: [bins, instances] of that sample, as in ``FleetSamples``.
         queued_tokens, context_tokens: [bins, instances] means over the samples of a bin.
         width_s: of a bin; 0 with one sample only.
         samples: of a bin, at most.
@@ -47,7 +47,7 @@ class BinnedSamples:
         return f"Tokens are {'as sampled every' if self.samples == 1 else 'means over'} {self.width_s:.3g} s."
 
 
-def bin_samples(samples: Samples) -> BinnedSamples:
+def bin_samples(samples: FleetSamples) -> BinnedSamples:
     count = len(samples.at_s)
     each = max(1, -(-count // MOST_POINTS))
     starts = np.arange(0, count, each)

@@ -11,7 +11,7 @@ from pla_sglang.common.legend.colours import POLICY_COLOURS
 from pla_sglang.sim.core.experiment import Experiment
 from pla_sglang.sim.planning.what_if import (
     FIGURES,
-    Interval,
+    PredictedRange,
     WhatIf,
     figures_of,
     find_fewest_instances,
@@ -24,7 +24,7 @@ from pla_sglang.sim.report.plan_page import LETTERS
 from pla_sglang.sim.report.run_page import describe_lengths, describe_span
 from pla_sglang.sim.report.verdict import show_share
 
-Answers = Sequence[Mapping[str, Interval]]
+Answers = Sequence[Mapping[str, PredictedRange]]
 MEASURED, SIMULATED = "measured", "simulated"
 DRAWN = {"attainment": "% of requests in target", "ttft_p99_s": "ms, P99 TTFT", "tpot_p99_s": "ms, P99 TPOT"}
 LEGENDS = {
@@ -95,7 +95,7 @@ def _bar_sections(known: WhatIf, answers: Answers) -> Iterator[Section]:
     colours = colour_names(names)
     for figure, over in DRAWN.items():
         scale = 100 if figure == "attainment" else 1e3
-        plain = [Interval(value, value, value) for value in (known.recorded[figure], known.replayed[figure])]
+        plain = [PredictedRange(value, value, value) for value in (known.recorded[figure], known.replayed[figure])]
         bars = [
             Bar(name, *(float(f"{scale * value:.4g}") for value in (one.predicted, one.low, one.high)))
             for name, one in zip(names, [*plain, *(answer[figure] for answer in answers)], strict=False)

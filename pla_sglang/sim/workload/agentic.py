@@ -80,7 +80,7 @@ def load_agentic(
             times that go back, a negative think time.
     """
     knobs, columns = knobs or AgenticKnobs(), Columns(path.name, bad_rows)
-    reader = _Reader(knobs, columns)
+    reader = _SessionReader(knobs, columns)
     sessions = [turns for line, record in read_json_lines(path, columns) if (turns := reader.read(line, record))]
     starts = zip(arrivals.times(), sessions)  # noqa: B905 - one of them has no end
     rows = [
@@ -129,7 +129,7 @@ class _Thread:
     system: list[int] | None = None
 
 
-class _Reader:
+class _SessionReader:
     """Reads session after session; ids of the trace are numbered through all of them."""
 
     def __init__(self, knobs: AgenticKnobs, columns: Columns) -> None:

@@ -31,7 +31,7 @@ MAPPING = "arrival=NAME[:UNIT],input=NAME,output=NAME[,session=NAME][,duration=N
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Column:
+class MappedField:
     """Where a value stands: the first of ``names`` that a row has. ``unit``: of a time; None: told by the value."""
 
     names: tuple[str, ...]
@@ -61,15 +61,15 @@ class ColumnMap:
         served: values that a row must have; any other row is a request that was not served, skipped and counted.
     """
 
-    arrival: Column
-    input: Column
-    output: Column
-    session: Column | None = None
-    duration: Column | None = None
+    arrival: MappedField
+    input: MappedField
+    output: MappedField
+    session: MappedField | None = None
+    duration: MappedField | None = None
     served: tuple[tuple[str, typing.Any], ...] = ()
 
     @property
-    def needed(self) -> list[Column]:
+    def needed(self) -> list[MappedField]:
         columns = (self.arrival, self.input, self.output, self.session, self.duration)
         return [column for column in columns if column is not None]
 
@@ -100,7 +100,7 @@ def find_field(row: Mapping[str, typing.Any], name: str) -> typing.Any:
 
 def parse_columns(text: str) -> ColumnMap:
     """The mapping of ``--columns``. Raises ConfigError."""
-    named: dict[str, Column] = {}
+    named: dict[str, MappedField] = {}
     for part in text.split(","):
         key, equals, value = (piece.strip() for piece in part.partition("="))
         name, colon, unit = value.rpartition(":")
@@ -110,7 +110,7 @@ def parse_columns(text: str) -> ColumnMap:
             raise ConfigError(f"--columns {part.strip()!r}: allowed: {MAPPING}, each once")
         if unit and key not in ("arrival", "duration"):
             raise ConfigError(f"--columns {part.strip()!r}: only times have a unit")
-        named[key] = Column((name,), unit or None)
+        named[key] = MappedField((name,), unit or None)
     if missing := [key for key in NEEDED if key not in named]:
         raise ConfigError(f"--columns {text!r} lacks {', '.join(missing)}; allowed: {MAPPING}")
     return ColumnMap(
@@ -171,25 +171,25 @@ def _list_fields(record: Row, prefix: str = "") -> Iterator[str]:
 TOOL_COLUMNS = {
     # per-request records of AIPerf, profile_export.jsonl
     "aiperf": ColumnMap(
-        Column(("metadata.request_start_ns",), "ns"),
-        Column(("metrics.input_sequence_length.value",)),
-        Column(("metrics.output_sequence_length.value",)),
-        session=Column(("metadata.conversation_id", "metadata.x_request_id")),
+        MappedField(("metadata.request_start_ns",), "ns"),
+        MappedField(("metrics.input_sequence_length.value",)),
+        MappedField(("metrics.output_sequence_length.value",)),
+        session=MappedField(("metadata.conversation_id", "metadata.x_request_id")),
         served=(("error", None), ("metadata.benchmark_phase", "profiling")),
     ),
     # per_request_lifecycle_metrics.json of inference-perf, as its releases have it and as it was before
     "inference-perf": ColumnMap(
-        Column(("start_time",), "s"),
-        Column(("info.request_metrics.text.input_tokens", "info.input_tokens")),
-        Column(("info.response_metrics.output_tokens", "info.output_tokens")),
+        MappedField(("start_time",), "s"),
+        MappedField(("info.request_metrics.text.input_tokens", "info.input_tokens")),
+        MappedField(("info.response_metrics.output_tokens", "info.output_tokens")),
         served=(("error", None),),
     ),
     # the access log of our router; a line is written at the end of its request
     "access-log": ColumnMap(
-        Column(("at_s",), "s"),
-        Column(("input_tokens",)),
-        Column(("output_tokens",)),
-        duration=Column(("duration_ms",), "ms"),
+        MappedField(("at_s",), "s"),
+        MappedField(("input_tokens",)),
+        MappedField(("output_tokens",)),
+        duration=MappedField(("duration_ms",), "ms"),
         served=(("outcome", "ok"),),
     ),
 }

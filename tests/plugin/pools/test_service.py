@@ -17,8 +17,8 @@ import pytest
 import zmq
 
 from pla_sglang.common.errors import HostMismatchError
-from pla_sglang.load.push import Pusher
 from pla_sglang.load.report import Backlog, Report
+from pla_sglang.load.sockets import Pusher
 from pla_sglang.plugin.config import PlaConfig
 from pla_sglang.plugin.engine import control
 from pla_sglang.plugin.engine.hooks.dp_controller import Service, Turns

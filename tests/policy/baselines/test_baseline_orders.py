@@ -11,7 +11,7 @@ from support.views import FLAT, pass_view, waiting
 
 from pla_sglang.common.errors import ConfigError
 from pla_sglang.policy.baselines.orders import ENGINE_ORDERS, Fcfs, Hrrn, PassSrpt, ShortestPrefillFirst
-from pla_sglang.policy.interface.prefill import Action, PassView, Reason, WaitingView
+from pla_sglang.policy.interface.prefill import Action, PassReason, PassView, WaitingView
 
 
 def lengths(*tokens: int, arrival_s: float = 0.0) -> list[WaitingView]:
@@ -91,14 +91,14 @@ def test_orders(name: str, policy: Any, view: PassView, expected: Expected) -> N
     answer = policy.decide(view, 10.0)
     found = (answer.action, [chosen.new_tokens for chosen in answer.selected], answer.chunk_tokens, answer.park)
     assert found == expected
-    assert answer.reason is Reason.ORDER
+    assert answer.reason is PassReason.ORDER
 
 
 @pytest.mark.parametrize("name", ENGINE_ORDERS)
 def test_nothing_to_do(name: str) -> None:
     policy = ENGINE_ORDERS[name](FLAT)
-    assert policy.decide(pass_view(), 0.0).reason is Reason.EMPTY
-    assert policy.decide(pass_view(lengths(9), slots=0), 0.0).reason is Reason.BLOCKED
+    assert policy.decide(pass_view(), 0.0).reason is PassReason.EMPTY
+    assert policy.decide(pass_view(lengths(9), slots=0), 0.0).reason is PassReason.BLOCKED
 
 
 @given(

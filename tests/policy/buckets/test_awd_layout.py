@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.views import FLAT, short
 
-from pla_sglang.policy.interface.prefill import Reason, WaitingView
+from pla_sglang.policy.interface.prefill import PassReason, WaitingView
 from pla_sglang.policy.pla.awd import Awd, AwdKnobs, BatchChoice, batch_step_s, waiting_gain_s
 from pla_sglang.policy.pla.graphs.layouts import GridLayout, VariableLayout
 
@@ -50,34 +50,34 @@ def queue_of(*lengths: int) -> list[WaitingView]:
 @pytest.mark.parametrize(
     ("why", "lengths", "options", "taken", "reason"),
     [
-        ("the head's bucket, in order", [60, 5, 64, 7, 33], {}, [0, 2, 4], Reason.BUCKET),
-        ("the head is alone in its bucket", [9, 60, 60], {}, [0], Reason.BUCKET),
-        ("longer than every bucket", [300, 60, 301], {}, [0, 2], Reason.BUCKET),
-        ("all of one bucket: as ever", [60, 64, 33], {}, [0, 1, 2], Reason.WAIT_FOR_DEPTH),
-        ("its own bucket fills the pass", [60, 5, 60, 60], {"budget_tokens": 130}, [0, 2], Reason.TOKENS),
+        ("the head's bucket, in order", [60, 5, 64, 7, 33], {}, [0, 2, 4], PassReason.BUCKET),
+        ("the head is alone in its bucket", [9, 60, 60], {}, [0], PassReason.BUCKET),
+        ("longer than every bucket", [300, 60, 301], {}, [0, 2], PassReason.BUCKET),
+        ("all of one bucket: as ever", [60, 64, 33], {}, [0, 1, 2], PassReason.WAIT_FOR_DEPTH),
+        ("its own bucket fills the pass", [60, 5, 60, 60], {"budget_tokens": 130}, [0, 2], PassReason.TOKENS),
     ],
 )
 def test_a_batch_is_of_one_bucket(
-    why: str, lengths: list[int], options: dict[str, Any], taken: list[int], reason: Reason
+    why: str, lengths: list[int], options: dict[str, Any], taken: list[int], reason: PassReason
 ) -> None:
     queue = queue_of(*lengths)
     choice = choose(queue, **options)
     assert [queue.index(view) for view in choice.batch] == taken, why
     assert choice.reason is reason
-    assert choice.due is (reason is not Reason.WAIT_FOR_DEPTH)
+    assert choice.due is (reason is not PassReason.WAIT_FOR_DEPTH)
 
 
 def test_whoever_cannot_wait_brings_its_bucket_forward() -> None:
     queue = queue_of(60, 5, 7, 60)
     queue[2].resumed = True
     choice = choose(queue)
-    assert (list(choice.batch), choice.reason) == ([queue[1], queue[2]], Reason.RESUMED)
+    assert (list(choice.batch), choice.reason) == ([queue[1], queue[2]], PassReason.RESUMED)
     queue = queue_of(60, 5, 7, 60)
     queue[1].deadline_s = NOW_S + 100.0
     assert choose(queue).batch[0] is queue[0], "its deadline is far"
     queue[1].deadline_s = NOW_S
     choice = choose(queue)
-    assert (list(choice.batch), choice.reason) == ([queue[1], queue[2]], Reason.SLACK)
+    assert (list(choice.batch), choice.reason) == ([queue[1], queue[2]], PassReason.SLACK)
 
 
 def test_variable_lengths_are_not_grouped() -> None:

@@ -12,7 +12,7 @@ from support.views import BOUNDARY_TOKENS, FLAT, long, pass_view, short, waiting
 from pla_sglang.plugin.config import DOPD, PlaConfig
 from pla_sglang.plugin.temporal_knobs import EngineLimits, temporal_knobs
 from pla_sglang.policy.combined.length_batched import LengthBatchedPolicy
-from pla_sglang.policy.interface.prefill import Action, PassDecision, PassView, Reason
+from pla_sglang.policy.interface.prefill import Action, PassDecision, PassReason, PassView
 
 TIMED = engine_knobs(KNOBS, batch_timeout_s=0.1)
 
@@ -30,7 +30,7 @@ def run(made: LengthBatchedPolicy, view: PassView, now_s: float) -> PassDecision
 def test_shorts_gather_to_the_boundary_and_longs_go_alone() -> None:
     short_prompts = [waiting(40, rid=str(index)) for index in range(4)]
     decision = policy().decide(pass_view(short_prompts), 0.0)
-    assert (decision.action, decision.reason) == (Action.SHORT, Reason.TOKENS)
+    assert (decision.action, decision.reason) == (Action.SHORT, PassReason.TOKENS)
     assert [view.rid for view in decision.selected] == ["0", "1", "2"], f"{BOUNDARY_TOKENS} tokens are reached"
     decision = policy().decide(pass_view([short_prompts[0], long()]), 0.0)
     assert (decision.action, len(decision.selected)) == (Action.LONG, 1)
@@ -41,7 +41,7 @@ def test_the_same_question_twice_in_a_pass_has_the_same_answer() -> None:
     assert made.decide(view, 0.0).action is Action.LONG
     first, again = made.decide(view, 0.2), made.decide(view, 0.2)
     assert first == again
-    assert first.reason is Reason.WINDOW
+    assert first.reason is PassReason.WINDOW
     made.on_pass(first, view, first.selected, 0.2)
     assert made.decide(view, 0.2).action is Action.LONG, "the timer begins anew"
 
@@ -51,16 +51,16 @@ def test_told_knobs_hold_from_the_next_pass_on() -> None:
     assert run(made, view, 0.0).action is Action.LONG
     made.set_knobs(dataclasses.replace(TIMED, boundary_tokens=400, batch_timeout_s=0.0))
     decision = run(made, view, 0.1)
-    assert (decision.action, decision.reason, len(decision.selected)) == (Action.SHORT, Reason.QUEUE_END, 2)
+    assert (decision.action, decision.reason, len(decision.selected)) == (Action.SHORT, PassReason.QUEUE_END, 2)
     mixed = pass_view([waiting(150), waiting(500)])
-    assert run(made, mixed, 0.2).reason is Reason.WINDOW, "a timeout of nothing"
+    assert run(made, mixed, 0.2).reason is PassReason.WINDOW, "a timeout of nothing"
 
 
 def test_running_requests_get_their_steps() -> None:
     made = policy(decode_gap_s=0.5)
     view = pass_view([long()])
     view.running, view.decode_wait_s = 2, 0.6
-    assert made.decide(view, 1.0).reason is Reason.DECODE_TURN
+    assert made.decide(view, 1.0).reason is PassReason.DECODE_TURN
     view.decode_wait_s = 0.1
     assert made.decide(view, 1.0).action is Action.LONG
 
@@ -71,7 +71,7 @@ def test_a_chunk_takes_no_more_than_there_is_room_for(room: int, tokens: int | N
     view.kv_room_tokens = room
     decision = policy().decide(view, 0.0)
     if tokens is None:
-        assert (decision.action, decision.reason) == (Action.HOLD, Reason.KV_DRAIN)
+        assert (decision.action, decision.reason) == (Action.HOLD, PassReason.KV_DRAIN)
     else:
         assert (decision.action, decision.selected, decision.chunk_tokens) == (Action.LONG, (), tokens)
 

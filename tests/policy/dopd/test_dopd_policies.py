@@ -24,7 +24,7 @@ from pla_sglang.policy.dopd.dispatch import DopdDispatcher, DopdDispatchKnobs
 from pla_sglang.policy.dopd.planner import DopdController, Planner, PlannerKnobs
 from pla_sglang.policy.interface.decisions import Hold, PrefillSample, ScaleTo
 from pla_sglang.policy.interface.fleet import FleetView, InstanceState, InstanceView, Role
-from pla_sglang.policy.interface.prefill import Action, PassView, Reason
+from pla_sglang.policy.interface.prefill import Action, PassReason, PassView
 from pla_sglang.policy.interface.reasons import FleetReason as R
 
 KNOBS = PlannerKnobs(ttft_slo_s=4.0, concurrency_max=50, interval_s=10.0)
@@ -331,24 +331,31 @@ def lengths(*tokens: int) -> list[Any]:
     return [waiting(count, rid=f"{index}:{count}") for index, count in enumerate(tokens)]
 
 
-BATCHING: list[tuple[str, PassView, float, Action, Reason, list[int]]] = [
-    ("empty", pass_view(), 0.0, Action.HOLD, Reason.EMPTY, []),
-    ("a long goes at once, alone", pass_view(lengths(500, 10)), 0.0, Action.LONG, Reason.ORDER, [500]),
-    ("exactly i_next is long", pass_view(lengths(400, 10)), 0.0, Action.LONG, Reason.ORDER, [400]),
-    ("shorts gather to i_next", pass_view(lengths(150, 150, 150, 150)), 0.0, Action.SHORT, Reason.TOKENS, [150] * 3),
-    ("exactly i_next is full", pass_view(lengths(200, 200, 9)), 0.0, Action.SHORT, Reason.TOKENS, [200, 200]),
-    ("queue at its end", pass_view(lengths(150, 150)), 0.0, Action.SHORT, Reason.QUEUE_END, [150, 150]),
-    ("a long met while gathering goes first", pass_view(lengths(9, 500, 9)), 0.0, Action.LONG, Reason.ORDER, [500]),
-    ("unless the timer is over", pass_view(lengths(9, 500, 9)), 0.1, Action.SHORT, Reason.WINDOW, [9]),
-    ("slots", pass_view(lengths(9, 9, 9), slots=2), 0.0, Action.SHORT, Reason.TOKENS, [9, 9]),
-    ("no slots", pass_view(lengths(9), slots=0), 0.0, Action.HOLD, Reason.BLOCKED, []),
-    ("pass budget", pass_view(lengths(60, 60), budget=100), 0.0, Action.SHORT, Reason.TOKENS, [60]),
-    ("a chunk goes on", pass_view(lengths(9), chunk=waiting(700)), 0.0, Action.LONG, Reason.ORDER, []),
+BATCHING: list[tuple[str, PassView, float, Action, PassReason, list[int]]] = [
+    ("empty", pass_view(), 0.0, Action.HOLD, PassReason.EMPTY, []),
+    ("a long goes at once, alone", pass_view(lengths(500, 10)), 0.0, Action.LONG, PassReason.ORDER, [500]),
+    ("exactly i_next is long", pass_view(lengths(400, 10)), 0.0, Action.LONG, PassReason.ORDER, [400]),
+    (
+        "shorts gather to i_next",
+        pass_view(lengths(150, 150, 150, 150)),
+        0.0,
+        Action.SHORT,
+        PassReason.TOKENS,
+        [150] * 3,
+    ),
+    ("exactly i_next is full", pass_view(lengths(200, 200, 9)), 0.0, Action.SHORT, PassReason.TOKENS, [200, 200]),
+    ("queue at its end", pass_view(lengths(150, 150)), 0.0, Action.SHORT, PassReason.QUEUE_END, [150, 150]),
+    ("a long met while gathering goes first", pass_view(lengths(9, 500, 9)), 0.0, Action.LONG, PassReason.ORDER, [500]),
+    ("unless the timer is over", pass_view(lengths(9, 500, 9)), 0.1, Action.SHORT, PassReason.WINDOW, [9]),
+    ("slots", pass_view(lengths(9, 9, 9), slots=2), 0.0, Action.SHORT, PassReason.TOKENS, [9, 9]),
+    ("no slots", pass_view(lengths(9), slots=0), 0.0, Action.HOLD, PassReason.BLOCKED, []),
+    ("pass budget", pass_view(lengths(60, 60), budget=100), 0.0, Action.SHORT, PassReason.TOKENS, [60]),
+    ("a chunk goes on", pass_view(lengths(9), chunk=waiting(700)), 0.0, Action.LONG, PassReason.ORDER, []),
 ]
 
 
 @pytest.mark.parametrize("case", BATCHING, ids=[case[0] for case in BATCHING])
-def test_algorithm_1(case: tuple[str, PassView, float, Action, Reason, list[int]]) -> None:
+def test_algorithm_1(case: tuple[str, PassView, float, Action, PassReason, list[int]]) -> None:
     _, view, later_s, action, reason, taken = case
     policy = LengthAwareBatching(BatchingKnobs(i_next_tokens=400, timeout_s=0.1))
     answer = policy.decide(view, 0.0)

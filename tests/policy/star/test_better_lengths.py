@@ -18,7 +18,7 @@ import pytest
 
 from pla_sglang.policy.interface.fleet import DecodeBatch
 from pla_sglang.policy.star.horizon import Horizon, HorizonKnobs, summaries
-from pla_sglang.policy.star.select import SelectKnobs, Worker, best_move
+from pla_sglang.policy.star.select import DecodeInstance, SelectKnobs, best_move
 
 Draw = Callable[[np.random.Generator], float]  # the length of an answer
 Told = Callable[[npt.NDArray[np.float64], npt.NDArray[np.int64]], npt.NDArray[np.float64]]  # of rests and numbers
@@ -72,7 +72,7 @@ def move_one(fleet: list[Decodes], told: Told, tick: int, moved: dict[int, int],
         rested = np.array([tick - moved.get(int(number), -REST_TICKS) >= REST_TICKS for number in one.numbers], bool)
         rids = [str(number) for number in one.numbers]
         batches.append(DecodeBatch(rids, one.tokens, told(one.rests, one.numbers), rested))
-    workers = [Worker(report, room_tokens=10**9) for report in summaries(batches, horizon)]
+    workers = [DecodeInstance(report, room_tokens=10**9) for report in summaries(batches, horizon)]
     move = best_move(workers, horizon, SelectKnobs()).move
     if move is not None:
         source, row = fleet[move.source], move.request

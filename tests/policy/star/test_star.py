@@ -39,7 +39,7 @@ from pla_sglang.policy.star.predictors import (
     Binned,
     Noisy,
 )
-from pla_sglang.policy.star.select import SelectKnobs, Worker, best_move, classify, objective
+from pla_sglang.policy.star.select import DecodeInstance, SelectKnobs, best_move, classify, objective
 
 Rows = list[tuple[str, int, float | None]]
 SMALL = HorizonKnobs(steps=40, points=8, half_life_steps=20.0)
@@ -65,8 +65,8 @@ def reduction(
     return 2.0 / instances * total
 
 
-def worker(rows: Rows, horizon: Horizon, room: int = 10**6, **fields: Any) -> Worker:
-    return Worker(summarise(DecodeBatch.of(rows), horizon), room_tokens=room, **fields)
+def worker(rows: Rows, horizon: Horizon, room: int = 10**6, **fields: Any) -> DecodeInstance:
+    return DecodeInstance(summarise(DecodeBatch.of(rows), horizon), room_tokens=room, **fields)
 
 
 LOADS = st.lists(st.tuples(st.integers(1, 500), st.one_of(st.none(), st.integers(1, 60).map(float))), max_size=6).map(
@@ -96,7 +96,7 @@ def test_workers_summed_up_together_are_each_as_if_alone(batches: list[Rows], st
         assert together.weighted == pytest.approx(alone.weighted, rel=1e-12)
 
 
-def with_arrivals(workers: list[Worker], horizon: Horizon) -> list[Worker]:
+def with_arrivals(workers: list[DecodeInstance], horizon: Horizon) -> list[DecodeInstance]:
     reports = expect_arrivals([one.summary for one in workers], horizon)
     return [dataclasses.replace(one, summary=report) for one, report in zip(workers, reports, strict=True)]
 

@@ -25,6 +25,7 @@ from pla_sglang.policy.dopd.batching import BatchingKnobs
 from pla_sglang.policy.dopd.planner import DopdController
 from pla_sglang.policy.interface.decisions import Migrate, PolicySet, PrefillSample, ScaleTo, SetLengthClass, SetRole
 from pla_sglang.policy.interface.fleet import FleetView, InstanceKind, InstanceView, RequestView, Role
+from pla_sglang.policy.measured_steps import InstanceSteps
 from pla_sglang.policy.pairs import PairRunner
 from pla_sglang.policy.registry import Setup
 from pla_sglang.policy.runner import Effects, Refusal
@@ -262,7 +263,7 @@ class LivePolicy:
         if own:
             view.profile = name
         peers = () if self.runner is None else self.runner.fleet.instances
-        return ReportedSteps(view, load_profile(name), name, own=own, peers=peers)
+        return ReportedSteps(InstanceSteps(view, load_profile(name), name, own=own, peers=peers))
 
     def describe_steps(self, view: InstanceView) -> str | None:
         """Where its step times are from; None before there is a policy, or the instance has told its load."""

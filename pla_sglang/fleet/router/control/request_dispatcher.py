@@ -49,7 +49,7 @@ from pla_sglang.policy.admission import Admission, AdmissionReason, Verdict, is_
 from pla_sglang.policy.fair_queue import FairQueue
 from pla_sglang.policy.interface.fleet import InstanceView, RequestView
 from pla_sglang.policy.interface.reasons import FleetReason
-from pla_sglang.policy.pairs import SERVES_WHOLE, Choice, PairRunner
+from pla_sglang.policy.pairs import SERVES_WHOLE, PairChoice, PairRunner
 from pla_sglang.policy.retry_budget import RetryBudget
 from pla_sglang.policy.tenant_limits import TenantLimits
 
@@ -421,7 +421,7 @@ class RequestDispatcher:
         elif record.prompt.keys:
             record.view.cached = self.prompts.find_cached(record.prompt)
 
-    def _ask_policy(self, record: RequestRecord, runner: PairRunner, now_s: float) -> Choice | None:
+    def _ask_policy(self, record: RequestRecord, runner: PairRunner, now_s: float) -> PairChoice | None:
         """A request that goes on behind what there is of its answer stays whole at the one that would prefill it.
 
         No leg of a pair can prefill an answer that has begun and hand it over.
@@ -430,17 +430,17 @@ class RequestDispatcher:
         if over is None or not over.shown:
             can_move = record.ask.stream and record.ask.is_single
             chosen = _choose_without_policy(record, runner) or runner.choose(view, now_s, can_move=can_move)
-            if isinstance(chosen, Choice):
+            if isinstance(chosen, PairChoice):
                 return chosen
         else:
             chosen = runner.choose(view, now_s)
-            if isinstance(chosen, Choice):
+            if isinstance(chosen, PairChoice):
                 taker = next((one for one in (chosen.prefill, chosen.decode) if one not in runner.hidden), None)
                 if taker is not None:
                     return dataclasses.replace(chosen, prefill=taker, decode=taker)
         return None if record.present.how is None else self._choose_last(record, now_s)
 
-    def _choose_last(self, record: RequestRecord, now_s: float) -> Choice | None:
+    def _choose_last(self, record: RequestRecord, now_s: float) -> PairChoice | None:
         """Nobody whom the policy may name can take it: the least loaded that drains, or, of a stream that has begun,
         the one that it has left if that has been heard of since."""
         over, unfit = record.last_over, find_unfit(record.ask, self.table)
@@ -460,12 +460,12 @@ class RequestDispatcher:
             return None
         at: InstanceView = min(found, key=lambda entry: entry[:3])[3].view
         record.view.predicted_ttft_s, record.view.prefilled_on = None, at
-        return Choice(at, at, FleetReason.LAST_RESORT, FleetReason.KEEP_LOCAL, None)
+        return PairChoice(at, at, FleetReason.LAST_RESORT, FleetReason.KEEP_LOCAL, None)
 
     # -- an answer -----------------------------------------------------------------------------------------------------
 
     def _count_choice(
-        self, record: RequestRecord, choice: Choice, verdict: Verdict, excluded: Mapping[InstanceView, Exclusion]
+        self, record: RequestRecord, choice: PairChoice, verdict: Verdict, excluded: Mapping[InstanceView, Exclusion]
     ) -> None:
         attempt, series = record.present, self.series
         for exclusion in set(excluded.values()):
@@ -479,7 +479,7 @@ class RequestDispatcher:
         series.dispatches.inc(choice.reason.value)
         series.placements.inc(choice.placement.value)
 
-    def _assign(self, record: RequestRecord, choice: Choice, now_s: float) -> None:
+    def _assign(self, record: RequestRecord, choice: PairChoice, now_s: float) -> None:
         self.booking.begin(record, self.table.of(choice.prefill), self.table.of(choice.decode), now_s)
         # Last: in one process the relay may answer before this returns.
         attempt = record.present
@@ -513,7 +513,7 @@ def _may_go_on(record: RequestRecord, over: m.Over) -> bool:
     return record.state is not STREAMING and not any(before is not None and before.shown for before in former)
 
 
-def _choose_without_policy(record: RequestRecord, runner: PairRunner) -> Choice | None:
+def _choose_without_policy(record: RequestRecord, runner: PairRunner) -> PairChoice | None:
     """For requests about which the policy is not asked: what a pair cannot serve, and whose KV transfer has failed."""
     choice = choose_whole(record.ask, record.view, runner)
     failed = record.find_failed_transfer()

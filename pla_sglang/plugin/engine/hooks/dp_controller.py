@@ -10,7 +10,7 @@ import zmq
 
 from pla_sglang.common.errors import ConfigError, HostMismatchError
 from pla_sglang.common.series import LabelledSeries
-from pla_sglang.load.pull import Puller
+from pla_sglang.load.sockets import Puller
 from pla_sglang.plugin import config as pla_config
 from pla_sglang.plugin.engine import control
 from pla_sglang.plugin.engine.host.arguments import resolve

@@ -6,7 +6,7 @@ import logging
 import socket
 from typing import Any
 
-from pla_sglang.load.push import Pusher
+from pla_sglang.load.sockets import Pusher
 from pla_sglang.plugin import config as pla_config
 from pla_sglang.plugin.engine.host.arguments import resolve
 from pla_sglang.plugin.engine.host.ranks import dp_rank

@@ -28,8 +28,8 @@ async def ask(address: str) -> dict[str, Any]:
 class Answers:
     """The other end. ``serve`` answers what has come; never waits. Raises zmq.ZMQError for a bad address."""
 
-    def __init__(self, address: str, context: zmq.Context[zmq.Socket[bytes]] | None = None) -> None:
-        self.socket = (context or zmq.Context.instance()).socket(zmq.REP)
+    def __init__(self, address: str) -> None:
+        self.socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.REP)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.bind(address)
 

@@ -14,7 +14,7 @@ from pla_sglang.parity import replay_file
 from pla_sglang.policy.interface.decisions import Dispatch, FleetAction, PolicySet, SetRole
 from pla_sglang.policy.interface.fleet import FleetView, InstanceKind, InstanceView, RequestView, Role
 from pla_sglang.policy.interface.reasons import FleetReason
-from pla_sglang.policy.pairs import Choice, PairRunner
+from pla_sglang.policy.pairs import PairChoice, PairRunner
 from pla_sglang.policy.runner import Refusal
 from pla_sglang.policy_packages import build
 from pla_sglang.recording.file import read
@@ -107,7 +107,7 @@ def test_a_flip_whose_request_is_placed_stays() -> None:
         None, view.instances[1], FleetReason.DECODE_SLO
     )
     choice = runner.choose(RequestView("r", 10, 0.0), 1.0)
-    assert isinstance(choice, Choice)
+    assert isinstance(choice, PairChoice)
     assert (choice.prefill, choice.decode) == (view.instances[0], view.instances[1])
     assert view.instances[0].role is P
     assert runner.moved == {"arrow.flip_ttft": 1}

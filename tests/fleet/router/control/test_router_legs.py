@@ -12,8 +12,8 @@ from support.router_scene import Scene, scene
 from pla_sglang.fleet.router.control.workers.discovery import describe
 from pla_sglang.fleet.router.control.workers.errors import WorkerError
 from pla_sglang.load.legs import LegLoad
-from pla_sglang.load.push import Pusher
 from pla_sglang.load.report import Report
+from pla_sglang.load.sockets import Pusher
 
 STATE: dict[str, Any] = {
     "sending": {"legs": {"prefill": 2}, "kv_tokens": 70, "sent": 5, "failed": 1},

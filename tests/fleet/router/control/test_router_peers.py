@@ -20,8 +20,8 @@ from pla_sglang.fleet.router.control.workers.discovery import describe
 from pla_sglang.fleet.router.control.workers.errors import WorkerError
 from pla_sglang.fleet.router.wire import messages as m
 from pla_sglang.load.legs import LegLoad
-from pla_sglang.load.push import Pusher
 from pla_sglang.load.report import Report
+from pla_sglang.load.sockets import Pusher
 from pla_sglang.policy.common.joining import join_role
 from pla_sglang.policy.interface.fleet import InstanceKind, Role
 

@@ -17,8 +17,8 @@ from pla_sglang.fleet.router.control.knobs import ControlKnobs
 from pla_sglang.fleet.router.control.workers.table import WorkerState
 from pla_sglang.fleet.router.wire import messages as m
 from pla_sglang.load import tracker
-from pla_sglang.load.push import Pusher
 from pla_sglang.load.report import Backlog, ClassQueue, PassTiming, PassTotals, Report
+from pla_sglang.load.sockets import Pusher
 from pla_sglang.policy.admission import AdmissionKnobs
 
 

@@ -24,7 +24,7 @@ from pla_sglang.fleet.router.control.workers.exclusions import Exclusion
 from pla_sglang.policy.common.device_clock import DeviceClock
 from pla_sglang.policy.common.length_errors import LengthPoint
 from pla_sglang.policy.interface.fleet import InstanceView, RequestView
-from pla_sglang.policy.pairs import PREFILLS, Choice
+from pla_sglang.policy.pairs import PREFILLS, PairChoice
 
 SHOWN_CANDIDATES = 8
 FIRST_TRANSFER = "transfer_s has the set-up of the connection between these two instances; no prediction learns from it"
@@ -33,7 +33,7 @@ STAGES = ("queue_s", "route_s", "prefill_wait_s", "prefill_s", "transfer_s", "fi
 
 def note_choice(
     record: RequestRecord,
-    choice: Choice,
+    choice: PairChoice,
     ready: Sequence[InstanceView],
     clock: DeviceClock,
     *,

@@ -8,7 +8,7 @@ from pla_sglang.fleet.router.wire.inference import BY_ENDPOINT
 from pla_sglang.fleet.router.wire.messages import Ask
 from pla_sglang.policy.admission import AdmissionReason, Verdict
 from pla_sglang.policy.interface.fleet import InstanceKind, RequestView
-from pla_sglang.policy.pairs import SERVES_WHOLE, Choice, PairRunner
+from pla_sglang.policy.pairs import SERVES_WHOLE, PairChoice, PairRunner
 
 RETRY_NO_INSTANCE_S = 5.0
 
@@ -21,7 +21,7 @@ def needs_whole(ask: Ask) -> bool:
     return ask.samples > 1 or ask.continues_session or not BY_ENDPOINT[ask.endpoint].pairs
 
 
-def choose_whole(ask: Ask, view: RequestView, runner: PairRunner) -> Choice | None:
+def choose_whole(ask: Ask, view: RequestView, runner: PairRunner) -> PairChoice | None:
     """Where a pair could be chosen and could not serve it, the least loaded instance that can do it whole, a unified or
     a stateless one; None: ask the policy."""
     if ask.samples > 1 or ask.continues_session:

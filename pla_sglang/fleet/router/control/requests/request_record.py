@@ -24,7 +24,7 @@ from pla_sglang.fleet.router.wire.rids import rid_at_instance
 from pla_sglang.policy.common.device_clock import DeviceClock
 from pla_sglang.policy.interface.fast_enum import FastEnum
 from pla_sglang.policy.interface.fleet import RequestView
-from pla_sglang.policy.pairs import Choice
+from pla_sglang.policy.pairs import PairChoice
 
 
 class AttemptState(FastEnum):
@@ -105,7 +105,7 @@ class Placement(msgspec.Struct, gc=False, eq=False):
         placed_on: name of the instance that it was to decode at then, and was about to move to; None: here.
     """
 
-    choice: Choice
+    choice: PairChoice
     cached_tokens: int = 0
     predicted_ttft_s: float | None = None
     own_prefill_s: float | None = None
@@ -189,7 +189,7 @@ class Attempt(msgspec.Struct, gc=False, eq=False):
         return self.legs[0].room if self.legs else None
 
     @property
-    def choice(self) -> Choice | None:
+    def choice(self) -> PairChoice | None:
         return None if self.placement is None else self.placement.choice
 
 

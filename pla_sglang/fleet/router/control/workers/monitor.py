@@ -27,7 +27,7 @@ from pla_sglang.fleet.router.control.workers.report_intake import NewReport, Rep
 from pla_sglang.fleet.router.control.workers.state_file import SavedWorker
 from pla_sglang.fleet.router.control.workers.table import Worker, WorkerReason, WorkerState, WorkerTable
 from pla_sglang.fleet.router.control.workers.tasks import Tasks
-from pla_sglang.load.pull import Puller
+from pla_sglang.load.sockets import Puller
 from pla_sglang.policy.interface.fleet import InstanceView, Role
 from pla_sglang.policy.interface.prefill import PrefillClass
 
