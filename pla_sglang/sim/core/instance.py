@@ -22,6 +22,7 @@ from pla_sglang.sim.core.costs import StepCosts
 from pla_sglang.sim.core.decoding import Decoding
 from pla_sglang.sim.core.engine_knobs import EngineKnobs
 from pla_sglang.sim.core.errors import SimError
+from pla_sglang.sim.core.growth import Predict, PredictedLimits
 from pla_sglang.sim.core.handoff_queue import HandoffQueue
 from pla_sglang.sim.core.instance_view import InstanceReport
 from pla_sglang.sim.core.kernel import Kernel, Priority
@@ -108,6 +109,10 @@ class SimInstance:
     def know_cache_by(self, index: PrefixIndex) -> None:
         """Its view says of its prefix cache what ``index`` knows, from now on."""
         self.report.know_cache_by(index)
+
+    def reserve_by(self, predict: Predict) -> None:
+        """Its admission counts what is predicted of answers, from now on."""
+        self.decoding.predicted = self.queue.predicted = PredictedLimits(predict)
 
     def submit(self, request: SimRequest, *, first: bool = False) -> None:
         """``request`` is to be prefilled here."""
