@@ -7,6 +7,7 @@ a run is short. Three uses of a length, each over what it may depend on:
 
 * ``moves``: STAR's rescheduler, 1 prefill and 3 decode instances; by occupancy, price of a move, tail of the lengths.
 * ``placement``: decodes start where the loads now and to come are least, not the present ones; nothing moves.
+* ``both``: moves and placement, as policy ``star`` does where lengths are predicted.
 * ``reserve``: admission takes what is predicted of an answer for its limit; 4 engines that do both, nothing moves; by
   the limits that clients send, by occupancy and by tail.
 
@@ -43,15 +44,15 @@ from bench.lab.papers.seeds import measure_change, student_t
 from bench.lab.world import World
 from pla_sglang.common.checks import require
 from pla_sglang.common.errors import ConfigError
-from pla_sglang.policy.common.dispatch import Pool, PoolDispatcher, split_roles, unfinished_tokens
-from pla_sglang.policy.interface.decisions import Placement
-from pla_sglang.policy.interface.fleet import FleetView, InstanceView, RequestView
-from pla_sglang.policy.interface.reasons import FleetReason, Reason
-from pla_sglang.policy.star.horizon import Horizon, HorizonKnobs, summaries
+from pla_sglang.policy.common.client_gain import ClientGain, ClientGainKnobs
+from pla_sglang.policy.common.dispatch import least_tokens, split_roles
+from pla_sglang.policy.star.horizon import Horizon, HorizonKnobs
+from pla_sglang.policy.star.placement import LeastLoadToCome
+from pla_sglang.policy.star.policy import StarKnobs, StarRescheduler
 from pla_sglang.profiles import load_profile
 from pla_sglang.sim.core.config import InstanceSpec
 from pla_sglang.sim.core.engine_knobs import EngineKnobs
-from pla_sglang.sim.core.experiment import Experiment, length_predictor, run_experiment
+from pla_sglang.sim.core.experiment import length_predictor, run_experiment
 from pla_sglang.sim.core.fleet_arms import OURS
 from pla_sglang.sim.core.simulation import RunResult
 from pla_sglang.sim.metrics.goodput import Slo, goodput, quantile
@@ -62,7 +63,7 @@ LIMIT_TOKENS = 32_768  # of an answer
 CLIP_TOKENS = EngineKnobs.limit_clip_tokens
 NONE, SURVIVAL, GUESSED, EXACT = ARMS = ("none", "survival", "learned", "exact")
 LEARNED = 0.85  # what an MLP is to have of the curve's error
-MOVES, PLACEMENT, RESERVE = USES = ("moves", "placement", "reserve")
+MOVES, PLACEMENT, BOTH, RESERVE = USES = ("moves", "placement", "both", "reserve")
 LITTLE_RESERVE = 0.02  # of SGLang's: STAR's paper ran vLLM, which keeps none
 STAR, EVEN, EXPONENTIAL = TAILS = ("Table 2", "even", "exponential")
 GENEROUS, CLIPPED, STATED = LIMITS = ("32K, no clip", "clip of 4,096", "exact, no clip")
@@ -108,6 +109,8 @@ SETTINGS = (
     *(Setting(PLACEMENT, rate) for rate in (2.0, 2.5)),
     *(Setting(PLACEMENT, 2.5, tail) for tail in (EVEN, EXPONENTIAL)),
     Setting(PLACEMENT, 2.5, full_reserve=True),
+    *(Setting(BOTH, rate) for rate in (2.0, 2.5, 3.0)),
+    Setting(BOTH, 2.5, full_reserve=True),
     *(Setting(RESERVE, rate, limits=limits) for rate in (3.5, 4.5) for limits in LIMITS),
     *(Setting(RESERVE, 4.5, tail, limits=GENEROUS) for tail in (EVEN, EXPONENTIAL)),
 )
@@ -157,67 +160,32 @@ def lengths_of(arm: str, setting: Setting, divide: int) -> str:
 # -- runs --------------------------------------------------------------------------------------------------------------
 
 
-class LeastLoadToCome(PoolDispatcher):
-    """Decodes start where the loads of now and of STAR's horizon together are least (eq. 4's weights).
-
-    What the request itself adds is the same everywhere, so its own length does not matter.
-    """
-
-    reason: Reason = FleetReason.LEAST_TOKENS
-
-    def __init__(self) -> None:
-        self._horizon = Horizon(HorizonKnobs())
-
-    def choose_prefill(self, pool: Pool, request: RequestView) -> tuple[InstanceView, Reason]:
-        return self.choose_decode(pool, request), self.reason
-
-    def choose_decode(self, pool: Pool, request: RequestView) -> InstanceView:
-        return min(pool, key=unfinished_tokens)
-
-    def place_decode(self, request: RequestView, fleet: FleetView, now_s: float) -> Placement:
-        pool = fleet.decode_capable()
-        reports = summaries([fleet.decodes(instance) for instance in pool], self._horizon)
-        loads = [
-            float(report.loads[0]) + report.weighted + 2 * instance.waiting_decode_tokens
-            for instance, report in zip(pool, reports, strict=True)
-        ]
-        return Placement(pool[loads.index(min(loads))], self.reason)
-
-
 def simulate(setting: Setting, arm: str, trace: Trace, divide: int) -> RunResult:
-    lengths, capacity = lengths_of(arm, setting, divide), load_profile(PROFILE).kv_capacity_tokens // divide
-    limit_tokens = None if setting.limits == STATED else LIMIT_TOKENS // divide + 1
-    share = 1.0 if setting.use == RESERVE or setting.full_reserve else LITTLE_RESERVE
-    clip_tokens = CLIP_TOKENS // divide if setting.limits == CLIPPED else LIMIT_TOKENS
-    if setting.use == PLACEMENT and arm != NONE:
-        world = World(
-            [InstanceSpec(load_profile(PROFILE), role=role, kv_capacity_tokens=capacity) for role in split_roles(4, 1)],
-            LeastLoadToCome(),
-            knobs=EngineKnobs(
-                growth_start=share * EngineKnobs.growth_start,
-                growth_least=share * EngineKnobs.growth_least,
-                limit_clip_tokens=clip_tokens,
-            ),
-            lengths=length_predictor(lengths, 1),
-            config={"output_limit_tokens": limit_tokens, "ttft_slo_s": SLO.ttft_s, "tpot_slo_s": SLO.tpot_s},
-        )
-        return world.run(trace)
-    reserves = setting.use == RESERVE
-    experiment = Experiment(
-        "star" if setting.use == MOVES else "least-tokens",
-        SLO,
-        profile=PROFILE,
-        instances=INSTANCES,
-        prefills=None if reserves else 1,
-        lengths=lengths,
-        kv_capacity_tokens=capacity,
+    profile, reserves = load_profile(PROFILE), setting.use == RESERVE
+    ahead = setting.use in (PLACEMENT, BOTH) and arm != NONE
+    share = 1.0 if reserves or setting.full_reserve else LITTLE_RESERVE
+    world = World(
+        [
+            InstanceSpec(profile, role=role, kv_capacity_tokens=profile.kv_capacity_tokens // divide)
+            for role in split_roles(INSTANCES, 0 if reserves else 1)
+        ],
+        LeastLoadToCome(Horizon(HorizonKnobs())) if ahead else least_tokens(),
+        [StarRescheduler(StarKnobs(), ClientGain(ClientGainKnobs(), profile))] if setting.use in (MOVES, BOTH) else [],
+        knobs=EngineKnobs(
+            growth_start=share * EngineKnobs.growth_start,
+            growth_least=share * EngineKnobs.growth_least,
+            limit_clip_tokens=CLIP_TOKENS // divide if setting.limits == CLIPPED else LIMIT_TOKENS,
+            reserve_by_lengths=reserves,
+        ),
         bandwidth_bytes_per_s=setting.link_gb_s * 1e9,
-        output_limit_tokens=limit_tokens,
-        conservativeness=share,
-        limit_clip_tokens=clip_tokens,
-        reserve_by_lengths=reserves,
+        lengths=length_predictor(lengths_of(arm, setting, divide), 1),
+        config={
+            "output_limit_tokens": None if setting.limits == STATED else LIMIT_TOKENS // divide + 1,
+            "ttft_slo_s": SLO.ttft_s,
+            "tpot_slo_s": SLO.tpot_s,
+        },
     )
-    return run_experiment(experiment, trace).result
+    return world.run(trace)
 
 
 def measure(setting: Setting, arm: str, seed: int, options: argparse.Namespace) -> Run:
@@ -239,9 +207,10 @@ def measure(setting: Setting, arm: str, seed: int, options: argparse.Namespace) 
 
 
 def arms_of_rates() -> dict[str, tuple[str, str]]:
-    """Limits and lengths by name."""
-    kept = {f"{limits}, by limits": (limits, NONE) for limits in LIMITS}
-    return kept | {f"{limits}, {arm}": (limits, arm) for limits in (GENEROUS, CLIPPED) for arm in (SURVIVAL, EXACT)}
+    """Limits and lengths by name. Exact lengths are left out: they are as good as exact limits."""
+    return {f"{limits}, {NONE}": (limits, NONE) for limits in LIMITS} | {
+        f"{limits}, {SURVIVAL}": (limits, SURVIVAL) for limits in (GENEROUS, CLIPPED)
+    }
 
 
 def rate_of(load: Workload, limits: str, arm: str, options: argparse.Namespace) -> float | None:
@@ -249,7 +218,7 @@ def rate_of(load: Workload, limits: str, arm: str, options: argparse.Namespace) 
     experiment = dataclasses.replace(
         OURS.experiment(load.slo, load.profile, limit_tokens=None if limits == STATED else LIMIT_TOKENS),
         instances=INSTANCES,
-        lengths={NONE: "none", SURVIVAL: "survival", EXACT: "oracle"}[arm],
+        lengths=arm,
         limit_clip_tokens=CLIP_TOKENS if limits == CLIPPED else LIMIT_TOKENS,
         reserve_by_lengths=arm != NONE,
     )
@@ -333,9 +302,7 @@ def plot(result: Mapping[str, Any], path: Path) -> None:
     with panels(path, len(by_use), size=(4.6 * len(by_use), 4.2)) as axes:
         for panel, (use, settings) in zip(axes, by_use.items(), strict=True):
             groups = {
-                one["name"].removeprefix(f"{use}, "): {
-                    arm: one["against_none"][arm]["points"] for arm in ARMS[1:]
-                }
+                one["name"].removeprefix(f"{use}, "): {arm: one["against_none"][arm]["points"] for arm in ARMS[1:]}
                 for one in settings
             }
             draw_bars(panel, groups, rotation=25)
@@ -346,7 +313,7 @@ def plot(result: Mapping[str, Any], path: Path) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--requests", type=int, default=500, help="of a run")
+    parser.add_argument("--requests", type=int, default=400, help="of a run")
     parser.add_argument("--seeds", type=int, default=4, help="from 1")
     parser.add_argument("--divide", type=int, default=8, help="lengths and KV cache by this")
     parser.add_argument("--uses", default=",".join(USES), help="names with commas between")
