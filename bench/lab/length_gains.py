@@ -139,8 +139,8 @@ def make_trace(setting: Setting, requests: int, divide: int, seed: int) -> Trace
     prompts = np.array([inputs.draw(source) for _ in range(requests)], dtype=np.int64)
     answers = draw_answers(setting.tail, requests, rng, seed)
     arrivals_s = np.cumsum(rng.exponential(1.0, requests))
-    parts = (np.maximum(1, column // divide) for column in (prompts, answers))
-    return Trace(setting.tail, arrivals_s, *parts).at_rate(setting.rate_per_s * divide / 8)
+    prompts, answers = (np.maximum(1, column // divide) for column in (prompts, answers))
+    return Trace(setting.tail, arrivals_s, prompts, answers).at_rate(setting.rate_per_s * divide / 8)
 
 
 @functools.cache
@@ -313,7 +313,7 @@ def plot(result: Mapping[str, Any], path: Path) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--requests", type=int, default=400, help="of a run")
+    parser.add_argument("--requests", type=int, default=1000, help="of a run")
     parser.add_argument("--seeds", type=int, default=4, help="from 1")
     parser.add_argument("--divide", type=int, default=8, help="lengths and KV cache by this")
     parser.add_argument("--uses", default=",".join(USES), help="names with commas between")

@@ -33,12 +33,13 @@ def test_arms_are_compared_seed_by_seed() -> None:
 
 
 def test_a_small_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--requests", "30", "--seeds", "1", "--divide", "64", "--out", str(tmp_path)]
+    flags = ["--uses", "reserve", "--requests", "30", "--seeds", "1", "--divide", "64", "--out", str(tmp_path)]
     assert BENCHES["length_gains"].main(flags) == 0
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert [one["name"] for one in result["settings"]] == [setting.name for setting in SETTINGS]
+    wanted = [setting.name for setting in SETTINGS if setting.use == "reserve"]
+    assert [one["name"] for one in result["settings"]] == wanted
     assert all(set(one["arms"]) == set(ARMS) for one in result["settings"])
-    assert "| moves, 2/s |" in page(result)
+    assert "| reserve, 3.5/s, 32K, no clip |" in page(result)
     assert (tmp_path / "length_gains.png").is_file()
 
 

@@ -23,10 +23,8 @@ SETUP = Setup(LinearSteps(), kv_capacity_tokens=200_000, ttft_slo_s=2.0, tpot_sl
 )
 def test_a_decode_starts_where_the_loads_to_come_are_least(left: tuple[float | None, ...], expected: int) -> None:
     seen = fleet(decode(context_tokens=1000), decode(context_tokens=800))
-    batches = [
-        DecodeBatch.of([(view.name, view.context_tokens, rest)])
-        for view, rest in zip(seen.instances, left, strict=True)
-    ]
+    views = seen.instances
+    batches = [DecodeBatch.of([(view.name, view.context_tokens, rest)]) for view, rest in zip(views, left, strict=True)]
 
     def read(instance: InstanceView) -> DecodeBatch:
         return batches[instance.index]
