@@ -59,7 +59,7 @@ class PredictedLimits:
         self._made_at = 0  # step counter
 
     def of_next(self, request: SimRequest, counted_tokens: int) -> int:
-        """Of one that comes; ``counted_tokens`` where nothing is known."""
+        """What one that comes may get; ``counted_tokens`` where nothing is known."""
         rest = float(self._predict([(request, request.done_tokens)], False)[0])
         return counted_tokens if math.isnan(rest) else min(request.limit_left, max(1, math.ceil(rest)))
 
