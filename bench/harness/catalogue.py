@@ -51,6 +51,7 @@ _ALL = (
     Bench("lab.fig6", "35 min", "engines", results="emulated"),
     Bench("lab.fleets.__main__", "hours", "nothing"),
     Bench("lab.frontier", "8 min", "engines", results="emulated"),
+    Bench("lab.length_gains", "25 min", "traces", results="simulated"),
     Bench("lab.lengths", "1 min", "traces", results="simulated"),
     Bench("lab.pass_sharing", "2 min", "nothing", results="simulated"),
     Bench("lab.papers.__main__", "27 min", "nothing"),

@@ -31,6 +31,7 @@ class EngineKnobs:
             to what was observed when a request is retracted.
         limit_clip_tokens: of what a request may still get, admission counts this much at most
             (``SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION``).
+        reserve_by_lengths: admission takes what is predicted of an answer for its limit, without the clip.
         match_window: waiting requests, from the head, whose prefix match is kept fresh.
         answers: of traces that name the blocks of answers (``Trace.answer_ids``). SGLang's decode instances have no
             prefix cache, so a split fleet keeps answers as RETURNED only if something brings them back. Then the
@@ -50,6 +51,7 @@ class EngineKnobs:
     growth_least: float = 0.098
     growth_decay_steps: int = knob(600, allowed=Range(1))
     limit_clip_tokens: int = knob(4096, allowed=Range(1))
+    reserve_by_lengths: bool = False
     match_window: int = knob(64, allowed=Range(1))
     answers: AnswerCaching = AnswerCaching.DROPPED
     lose_all: bool = False

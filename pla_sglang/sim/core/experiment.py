@@ -163,6 +163,8 @@ class Experiment:
     stateless: bool = True  # ``Setup.stateless``
     migrates: bool = True  # ``Setup.migrates``
     conservativeness: float = knob(1.0, allowed=Range(0))  # share of SGLang's reserve for answers that grow
+    limit_clip_tokens: int = knob(EngineKnobs.limit_clip_tokens, allowed=COUNT)  # as of ``EngineKnobs``
+    reserve_by_lengths: bool = False  # likewise
     report_interval_s: float = 0.25
     step_error: StepError = NO_ERROR  # of the devices against their profiles
     host: HostKnobs = NO_HOST  # what real hosts add; ``python -m bench fidelity`` measures it
@@ -321,6 +323,8 @@ def run_experiment(experiment: Experiment, trace: Trace, progress: Progress | No
             answers=experiment.answers,
             growth_start=min(1.0, experiment.conservativeness * EngineKnobs.growth_start),
             growth_least=min(1.0, experiment.conservativeness * EngineKnobs.growth_least),
+            limit_clip_tokens=experiment.limit_clip_tokens,
+            reserve_by_lengths=experiment.reserve_by_lengths,
         ),
         network=NetworkKnobs(experiment.bandwidth_bytes_per_s),
         flip=experiment.flip,
@@ -374,6 +378,7 @@ def _setup(experiment: Experiment, profile: StepProfile, trace: Trace) -> Setup:
         headroom=experiment.headroom,
         forecaster=experiment.forecaster,
         move_gain=experiment.move_gain,
+        predicts_lengths=experiment.lengths != "none",
         planner=experiment.planner,
         knobs=read_knobs(experiment.policy, experiment.policy_knobs, experiment.planner),
     )

@@ -108,6 +108,9 @@ class SimFleet:
         if isinstance(instance, OverlappedInstance):
             instance.set_host(self._config.host)
         self._tell_steps(instance, spec)
+        if self._config.engine.reserve_by_lengths and not self.lengths.is_blind:
+            # Who is to come has no token yet, so it is not among those of the place that are at risk.
+            instance.reserve_by(lambda rows, running: self._predict(rows, view.name if running else ""))
         self.instances.append(instance)
         self.lives.append(Life(spec, self._kernel.now_s))
         self.view.add(view)
@@ -271,10 +274,10 @@ class SimFleet:
         batch = DecodeBatch.of([(request.rid, tokens, None) for request, tokens, _ in rows])
         batch.movable = np.array([request.target is None for request, _, _ in rows], dtype=np.bool_)
         if not self.lengths.is_blind:
-            batch.remaining = self._predict([(request, done) for request, _, done in rows], view)
+            batch.remaining = self._predict([(request, done) for request, _, done in rows], view.name)
         return batch
 
-    def _predict(self, rows: Sequence[tuple[SimRequest, int]], view: InstanceView) -> Floats:
+    def _predict(self, rows: Sequence[tuple[SimRequest, int]], place: str) -> Floats:
         """What is said of requests that have come to so many tokens; the predictor is given the truth."""
         limit_tokens = self._config.output_limit_tokens or np.inf
         answers = (
@@ -288,7 +291,7 @@ class SimFleet:
             )
             for request, done in rows
         )
-        return self.lengths.predict(RunningAnswers.of(answers, view.name, self._kernel.now_s))
+        return self.lengths.predict(RunningAnswers.of(answers, place, self._kernel.now_s))
 
     def note_end(self, request: SimRequest, output_tokens: int) -> None:
         """The request has ended, after so many tokens of its answer."""

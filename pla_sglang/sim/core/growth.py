@@ -1,10 +1,26 @@
-"""SGLang's new-token ratio: the share of the running requests' limits that admission counts on."""
+"""SGLang's new-token ratio: the share of the running requests' limits that admission counts on.
+
+With ``EngineKnobs.reserve_by_lengths`` it is a share of what is predicted of them.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
 from pla_sglang.sim.core.engine_knobs import EngineKnobs
+from pla_sglang.sim.core.request import SimRequest
+from pla_sglang.sim.core.running import RunningBatch
+
+Floats = npt.NDArray[np.float64]
+# What is left of requests that have so many tokens, nan where it is unknown. True: they are all that run there.
+Predict = Callable[[Sequence[tuple[SimRequest, int]], bool], Floats]
 
 RETRACT_STEPS = 20  # decode steps that SGLang looks ahead when it sets the ratio after a retraction
+PREDICT_STEPS = 20  # decode steps from one prediction of a running request to the next, as STAR has it
 
 
 class GrowthRatio:
@@ -26,3 +42,37 @@ class GrowthRatio:
         """What the requests that stay have used of their limits, and a little more."""
         if limit_tokens > 0:
             self.value = min(1.0, (decoded_tokens + RETRACT_STEPS * requests) / limit_tokens)
+
+
+class PredictedLimits:
+    """What running requests may still get by what is predicted of each, in place of the limits that clients send.
+
+    Admission counts the same share of it (``GrowthRatio``), so exact lengths are as good as exact limits.
+
+    Args:
+        predict: of one engine's requests.
+    """
+
+    def __init__(self, predict: Predict) -> None:
+        self._predict = predict
+        self._ends: dict[SimRequest, float] = {}  # step counters at which members are predicted to end; nan: unknown
+        self._made_at = 0  # step counter
+
+    def of_next(self, request: SimRequest, counted_tokens: int) -> int:
+        """What one that comes may get; ``counted_tokens`` where nothing is known."""
+        rest = float(self._predict([(request, request.done_tokens)], False)[0])
+        return counted_tokens if math.isnan(rest) else min(request.limit_left, max(1, math.ceil(rest)))
+
+    def of_running(self, running: RunningBatch, clip_tokens: int) -> int:
+        """The sum; where nothing is known of a member what its limit leaves, at most ``clip_tokens``."""
+        members = list(running.members)
+        if not members:
+            return 0
+        is_old = not 0 <= running.step - self._made_at < PREDICT_STEPS
+        if is_old or any(request not in self._ends for request in members):
+            told = self._predict([(request, running.done_of(request)) for request in members], True)
+            self._made_at, self._ends = running.step, dict(zip(members, (running.step + told).tolist(), strict=True))
+        left = np.array([request.limit_tokens - running.done_of(request) for request in members], dtype=np.float64)
+        rests = np.maximum(1.0, np.array([self._ends[request] for request in members]) - running.step)
+        rests = np.where(np.isnan(rests), np.minimum(left, clip_tokens), np.minimum(rests, left))
+        return math.ceil(float(rests.sum()))

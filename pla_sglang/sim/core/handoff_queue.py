@@ -42,7 +42,6 @@ class HandoffQueue:
         self._decoding = decoding
         self._queue = queue
         self._slots = knobs.slots
-        self._limit_clip_tokens = knobs.limit_clip_tokens
         self._order = order
         self._on_turn = on_turn
 
@@ -134,8 +133,7 @@ class HandoffQueue:
         free = self._pool.available_tokens - steps * batch - self._queue.chunk_rest_tokens
         if not batch and not joining and not self._pool.private_tokens:
             return free >= request.arriving_tokens
-        own_tokens = min(request.limit_left, self._limit_clip_tokens)
-        growth = decoding.growth.value * (decoding.running.growth_tokens() + own_tokens)
+        growth = decoding.expected_tokens_with(request)
         return free >= request.arriving_tokens + growth and batch + joining + self.on_the_way < self._slots
 
     def _count(self, request: SimRequest, sign: int) -> None:

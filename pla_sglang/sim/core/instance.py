@@ -21,6 +21,7 @@ from pla_sglang.sim.core.costs import StepCosts
 from pla_sglang.sim.core.decoding import Decoding
 from pla_sglang.sim.core.engine_knobs import EngineKnobs
 from pla_sglang.sim.core.errors import SimError
+from pla_sglang.sim.core.growth import Predict, PredictedLimits
 from pla_sglang.sim.core.handoff_queue import HandoffQueue
 from pla_sglang.sim.core.instance_view import InstanceReport
 from pla_sglang.sim.core.kernel import Kernel, Priority
@@ -103,6 +104,10 @@ class SimInstance:
     def measure_passes(self, steps: InstanceSteps) -> None:
         """Fits what its passes take from now on, for ``steps``."""
         self.measured = PassMeasurement(steps)
+
+    def reserve_by(self, predict: Predict) -> None:
+        """Its admission counts what is predicted of answers, from now on."""
+        self.decoding.predicted = self.queue.predicted = PredictedLimits(predict)
 
     def submit(self, request: SimRequest) -> None:
         """``request`` is to be prefilled here."""

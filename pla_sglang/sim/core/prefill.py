@@ -13,6 +13,7 @@ from pla_sglang.policy.interface.fleet import InstanceView
 from pla_sglang.policy.interface.prefill import Action, PassDecision, PassView, WaitingView
 from pla_sglang.sim.core.engine_knobs import EngineKnobs
 from pla_sglang.sim.core.errors import SimError
+from pla_sglang.sim.core.growth import PredictedLimits
 from pla_sglang.sim.core.pool import KvPool
 from pla_sglang.sim.core.request import SimRequest
 
@@ -46,6 +47,7 @@ class PrefillQueue:
         self.chunk: SimRequest | None = None
         self.under_way: PrefillPass | None = None
         self.arriving: dict[SimRequest, float] = {}  # counted, but not in the queue before that time
+        self.predicted: PredictedLimits | None = None  # as of ``Decoding``
         self.share_later = False  # blocks of a pass are shareable from ``share_ended`` on, not from its end
         self._unshared: list[SimRequest] = []
         self._view = view
@@ -69,7 +71,10 @@ class PrefillQueue:
         """
         waiting = request.waiting
         room_tokens = self._pool.capacity_tokens - waiting.new_tokens - waiting.history_tokens
-        waiting.output_tokens = min(request.limit_left, self._knobs.limit_clip_tokens, room_tokens)
+        counted_tokens = min(request.limit_left, self._knobs.limit_clip_tokens)
+        if self.predicted is not None:
+            counted_tokens = self.predicted.of_next(request, counted_tokens)
+        waiting.output_tokens = min(counted_tokens, room_tokens)
         if request.hash_ids:
             self._match(request)
         if not seen:
