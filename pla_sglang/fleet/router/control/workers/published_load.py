@@ -132,7 +132,7 @@ class PublishedLoads:
         return has_news
 
     def _connect(self, endpoint: str) -> zmq.Socket[bytes]:
-        socket = zmq.Context.instance().socket(zmq.SUB)
+        socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.SUB)
         socket.setsockopt(zmq.RCVHWM, KEPT_MESSAGES)
         socket.setsockopt(zmq.MAXMSGSIZE, LARGEST_BYTES)
         socket.setsockopt(zmq.LINGER, 0)
