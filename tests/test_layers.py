@@ -45,7 +45,6 @@ POLICY_EXTRA = {
     "pla_sglang/policy/common/arima.py": {"numpy", "statsmodels"},
     "pla_sglang/policy/star/horizon.py": {"numpy"},
     "pla_sglang/policy/star/select.py": {"numpy"},
-    "pla_sglang/policy/star/placement.py": {"numpy"},
     "pla_sglang/policy/star/predictors.py": {"numpy"},
     "pla_sglang/policy/star/policy.py": {"numpy"},
 }

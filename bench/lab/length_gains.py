@@ -7,7 +7,7 @@ a run is short. Three uses of a length, each over what it may depend on:
 
 * ``moves``: STAR's rescheduler, 1 prefill and 3 decode instances; by occupancy, price of a move, tail of the lengths.
 * ``placement``: decodes start where the loads now and to come are least, not the present ones; nothing moves.
-* ``both``: moves and placement, as policy ``star`` does where lengths are predicted.
+* ``both``: moves and placement.
 * ``reserve``: admission takes what is predicted of an answer for its limit; 4 engines that do both, nothing moves; by
   the limits that clients send, by occupancy and by tail.
 
@@ -39,6 +39,7 @@ from bench.harness.report import Cells, emit, environment, markdown, progress_ba
 from bench.lab.cells import data_folder
 from bench.lab.halving import Ladder, RungSearch
 from bench.lab.lengths import Answers, figures_of
+from bench.lab.load_to_come import LeastLoadToCome
 from bench.lab.named_workloads import Workload, workload
 from bench.lab.papers.seeds import measure_change, student_t
 from bench.lab.world import World
@@ -47,7 +48,6 @@ from pla_sglang.common.errors import ConfigError
 from pla_sglang.policy.common.client_gain import ClientGain, ClientGainKnobs
 from pla_sglang.policy.common.dispatch import least_tokens, split_roles
 from pla_sglang.policy.star.horizon import Horizon, HorizonKnobs
-from pla_sglang.policy.star.placement import LeastLoadToCome
 from pla_sglang.policy.star.policy import StarKnobs, StarRescheduler
 from pla_sglang.profiles import load_profile
 from pla_sglang.sim.core.config import InstanceSpec
@@ -296,17 +296,21 @@ def page(result: Result) -> str:
 
 
 def plot(result: Mapping[str, Any], path: Path) -> None:
-    """A panel a use: points in target gained."""
+    """Two panels a use: points in target gained, and below them how many requests lose their KV cache."""
     by_use = {use: [one for one in result["settings"] if one["use"] == use] for use in USES}
     by_use = {use: settings for use, settings in by_use.items() if settings}
-    with panels(path, len(by_use), size=(4.6 * len(by_use), 4.2)) as axes:
-        for panel, (use, settings) in zip(axes, by_use.items(), strict=True):
-            groups = {
-                one["name"].removeprefix(f"{use}, "): {arm: one["against_none"][arm]["points"] for arm in ARMS[1:]}
-                for one in settings
+    columns = len(by_use)
+    with panels(path, 2 * columns, size=(4.6 * columns, 8.4), columns=columns) as axes:
+        for place, (use, settings) in enumerate(by_use.items()):
+            named = {one["name"].removeprefix(f"{use}, "): one for one in settings}
+            gained = {
+                name: {arm: one["against_none"][arm]["points"] for arm in ARMS[1:]} for name, one in named.items()
             }
-            draw_bars(panel, groups, rotation=25)
-            panel.set(title=use, ylabel="points in target, against none")
+            lost = {name: {arm: one["arms"][arm]["oom"] for arm in ARMS} for name, one in named.items()}
+            draw_bars(axes[place], gained, rotation=25)
+            draw_bars(axes[columns + place], lost, rotation=25)
+            axes[place].set(title=use, ylabel="points in target, against none")
+            axes[columns + place].set(ylabel="requests that lost their KV cache")
 
 
 # -- the bench ---------------------------------------------------------------------------------------------------------

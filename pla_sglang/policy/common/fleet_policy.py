@@ -82,7 +82,6 @@ class Setup:
         move_pause_s: predicted pause of a move, without the time that its KV cache takes.
         move_gain: a request moves only where its answer gains so many times the predicted pause (``client_gain.py``);
             0: whether it gains or not, as in the papers.
-        predicts_lengths: something is said of answers to come (``DecodeBatch.remaining``).
         knobs: of parts of the policy (``FleetPolicy.knobs``), by PART.NAME; others keep what the policy has.
     """
 
@@ -113,7 +112,6 @@ class Setup:
     move_rest_s: float = 5.0
     move_pause_s: float = 0.02
     move_gain: float = knob(0.0, allowed=Range(0))
-    predicts_lengths: bool = False
     knobs: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:

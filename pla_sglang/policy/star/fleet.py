@@ -6,8 +6,7 @@ from collections.abc import Mapping
 
 from pla_sglang.policy.common.dispatch import least_tokens
 from pla_sglang.policy.common.fleet_policy import Built, FleetPolicy, Setup
-from pla_sglang.policy.star.horizon import Horizon, HorizonKnobs
-from pla_sglang.policy.star.placement import LeastLoadToCome
+from pla_sglang.policy.star.horizon import HorizonKnobs
 from pla_sglang.policy.star.policy import Price, StarKnobs, StarRescheduler
 from pla_sglang.policy.star.select import SelectKnobs
 
@@ -27,9 +26,7 @@ def make_controller(setup: Setup, *, predict: bool = True, price: Price | None =
 
 
 def _make(setup: Setup, *, predict: bool = True) -> Built:
-    ahead = predict and setup.predicts_lengths
-    dispatcher = LeastLoadToCome(Horizon(HorizonKnobs())) if ahead else least_tokens()
-    return dispatcher, (make_controller(setup, predict=predict),), setup.split()
+    return least_tokens(), (make_controller(setup, predict=predict),), setup.split()
 
 
 POLICIES: Mapping[str, FleetPolicy] = {

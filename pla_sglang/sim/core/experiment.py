@@ -378,7 +378,6 @@ def _setup(experiment: Experiment, profile: StepProfile, trace: Trace) -> Setup:
         headroom=experiment.headroom,
         forecaster=experiment.forecaster,
         move_gain=experiment.move_gain,
-        predicts_lengths=experiment.lengths != "none",
         planner=experiment.planner,
         knobs=read_knobs(experiment.policy, experiment.policy_knobs, experiment.planner),
     )

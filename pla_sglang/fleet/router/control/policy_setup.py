@@ -171,7 +171,6 @@ class LivePolicy:
             move_rest_s=knobs.moves.rest_s,
             move_pause_s=knobs.moves.pause_s,
             move_gain=knobs.moves.gain,
-            predicts_lengths=not self.running.lengths.is_blind,
             knobs=read_knobs(knobs.policy, knobs.policy_knobs, knobs.scaling.planner),
         )
         self.profile_name, self.profile = profile, f"{profile} x {time_scale:g}"

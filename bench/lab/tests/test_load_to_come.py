@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
-from support.fleets import LinearSteps, decode, fleet, request
+from support.fleets import decode, fleet, request
 
-from pla_sglang.policy.common.fleet_policy import Setup
+from bench.lab.load_to_come import LeastLoadToCome
 from pla_sglang.policy.interface.fleet import DecodeBatch, InstanceView
-from pla_sglang.policy.registry import build
 from pla_sglang.policy.star.horizon import Horizon, HorizonKnobs
-from pla_sglang.policy.star.placement import LeastLoadToCome
-
-SETUP = Setup(LinearSteps(), kv_capacity_tokens=200_000, ttft_slo_s=2.0, tpot_slo_s=0.1, instances=4, prefills=1)
 
 
 @pytest.mark.parametrize(
@@ -32,12 +26,3 @@ def test_a_decode_starts_where_the_loads_to_come_are_least(left: tuple[float | N
     seen.read_decodes_from(read)
     placed = LeastLoadToCome(Horizon(HorizonKnobs())).place_decode(request(100), seen, 0.0)
     assert placed.decode is views[expected]
-
-
-@pytest.mark.parametrize(
-    ("policy", "predicts", "ahead"),
-    [("star", True, True), ("star", False, False), ("star-no-prediction", True, False)],
-)
-def test_star_places_ahead_where_lengths_are_predicted(policy: str, predicts: bool, ahead: bool) -> None:
-    made = build(policy, dataclasses.replace(SETUP, predicts_lengths=predicts))
-    assert isinstance(made.dispatcher, LeastLoadToCome) is ahead
