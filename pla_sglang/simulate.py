@@ -451,7 +451,7 @@ def refuse_contradictions(command: str, flags: set[str]) -> None:
         raise ConfigError("--policy and --compare contradict each other: --compare names all policies")
     for key, commands in FLAGS_FOR.items():
         if key in flags and command not in commands:
-            raise ConfigError(f"--{key} is for {' and '.join(commands)}; {command} takes {COMMANDS[command]}")
+            raise ConfigError(f"--{key} is for {', '.join(commands)}; {command} takes {COMMANDS[command]}")
         if command == "lower-bound" and key in flags and key in OF_PLANNED and "planner" not in flags:
             raise ConfigError(f"--{key} is for the fleet beside the bound; allowed: with --planner NAME")
 

@@ -122,7 +122,7 @@ def test_a_policy_that_leaves_requests_for_ever_has_a_row_and_status_1(
         (["--beyond-profile", "no"], "--beyond-profile 'no' is not known; allowed: refuse, warn"),
         (["--rates", "5"], "--rates is for run; find-instances takes --rate, --target, --tolerance, --most"),
         (["--low", "5"], "--low is for find-capacity; find-instances takes --rate"),
-        (["--instances", "4"], "--instances is for run and find-capacity; find-instances takes --rate"),
+        (["--instances", "4"], "--instances is for run, find-capacity, lower-bound; find-instances takes --rate"),
         (["--slo-ttft-ms", "10"], "would miss --slo-ttft-ms 10 on an idle instance"),
         (["--kv-capacity-tokens", "100"], "200 of 200 requests do not fit an instance"),
         (["--head", "1"], "has no rate of its own to scale"),
@@ -137,6 +137,6 @@ def test_what_cannot_be_planned_is_named_and_ends_with_2(
 
 
 def test_flags_of_find_instances_are_not_for_a_run(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    for flag, commands in (("--most", "find-instances"), ("--tolerance", "find-capacity and find-instances")):
+    for flag, commands in (("--most", "find-instances"), ("--tolerance", "find-capacity, find-instances")):
         assert simulate.main([*command[1:], flag, "1"]) == 2
         assert f"{flag} is for {commands}; run takes --rates" in capsys.readouterr().err

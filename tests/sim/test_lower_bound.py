@@ -376,7 +376,7 @@ def test_who_cannot_be_kept_is_counted_and_named(command: list[str], capsys: pyt
         (["--slo-tpot-ms", "1"], "200 of 200 requests cannot meet --slo-tpot-ms 1"),
         (["--kv-capacity-tokens", "100"], "200 of 200 requests do not fit an instance"),
         (["--instances-of", "linear:1"], "--instances-of is given; allowed: instances of one --profile"),
-        (["--compare", "arrow"], "--compare is for run and find-capacity and find-instances; lower-bound takes --rate"),
+        (["--compare", "arrow"], "--compare is for run, find-capacity, find-instances; lower-bound takes --rate"),
         (["--policy", "arrow"], "--policy is for the fleet beside the bound; allowed: with --planner NAME"),
         (["--startup-s", "-1"], "--startup-s -1 is out of range"),
         (["--head", "1", "--rate", "3"], "has no rate of its own to scale"),

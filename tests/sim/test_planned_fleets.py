@@ -194,6 +194,6 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert (run["policy"], run["planner"]) == ("least-tokens", "dopd")
     assert run["counts"]["scale_outs"] >= 1
     assert simulate.main(["find-instances", *targets, "--planner", "dopd"]) == 2
-    assert "--planner is for run and find-capacity" in capsys.readouterr().err
+    assert "--planner is for run, find-capacity" in capsys.readouterr().err
     assert simulate.main([*targets, "--policy", "least-tokens", *tuned]) == 2
     assert "not known to the policy" in capsys.readouterr().err

@@ -315,17 +315,7 @@ def run_experiment(experiment: Experiment, trace: Trace, progress: Progress | No
     slo = experiment.slo
     config = SimConfig(
         _fleet(experiment, chosen),
-        engine=EngineKnobs(
-            chunk_tokens=experiment.chunk_tokens,
-            slots=experiment.slots,
-            mixed=experiment.mixed,
-            decode_interval=experiment.decode_interval,
-            answers=experiment.answers,
-            growth_start=min(1.0, experiment.conservativeness * EngineKnobs.growth_start),
-            growth_least=min(1.0, experiment.conservativeness * EngineKnobs.growth_least),
-            limit_clip_tokens=experiment.limit_clip_tokens,
-            reserve_by_lengths=experiment.reserve_by_lengths,
-        ),
+        engine=_engine_knobs(experiment),
         network=NetworkKnobs(experiment.bandwidth_bytes_per_s),
         flip=experiment.flip,
         startup_s=experiment.startup_s,
@@ -354,6 +344,20 @@ def run_experiment(experiment: Experiment, trace: Trace, progress: Progress | No
     )
     result = Simulation(trace, config, policies).run(progress)
     return ExperimentResult(experiment, trace.rate_per_s, result, goodput(result.served, slo, jobs))
+
+
+def _engine_knobs(experiment: Experiment) -> EngineKnobs:
+    return EngineKnobs(
+        chunk_tokens=experiment.chunk_tokens,
+        slots=experiment.slots,
+        mixed=experiment.mixed,
+        decode_interval=experiment.decode_interval,
+        answers=experiment.answers,
+        growth_start=min(1.0, experiment.conservativeness * EngineKnobs.growth_start),
+        growth_least=min(1.0, experiment.conservativeness * EngineKnobs.growth_least),
+        limit_clip_tokens=experiment.limit_clip_tokens,
+        reserve_by_lengths=experiment.reserve_by_lengths,
+    )
 
 
 def _setup(experiment: Experiment, profile: StepProfile, trace: Trace) -> Setup:
