@@ -20,7 +20,7 @@ test: setup ## test the product and the benches that users run (ARGS=... goes to
 	@WORKERS=$(WORKERS) bash scripts/run_tests.sh $(PY) $(ARGS)
 
 test-lab: setup ## test bench/lab: papers, fleets, baselines (ARGS=...)
-	$(PY) -m pytest -n $(or $(WORKERS),2) --dist loadfile bench/lab/tests $(ARGS)
+	@bash scripts/run_twice.sh $(PY) -n $(or $(WORKERS),2) --dist loadfile bench/lab/tests $(ARGS)
 
 test-host: ## tests that meet SGLang, on another version than .venv has (HOST=0.5.17, ARGS=...)
 	@bash scripts/setup_venv.sh --thin $(or $(HOST),0.5.17)

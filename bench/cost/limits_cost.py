@@ -100,7 +100,7 @@ def find_bounds(values: Sequence[float]) -> tuple[float, float]:
 def sum_up(pairs: Sequence[tuple[float, float]]) -> Row:
     """Of one kind of request."""
     plain_ms, limits_ms = zip(*pairs, strict=True)
-    ratios = [late / early for early, late in pairs]
+    ratios = [limited / plain for plain, limited in pairs]
     low, high = find_bounds(ratios)
     return {
         "plain_ms": statistics.median(plain_ms),

@@ -207,10 +207,14 @@ def _judged(record: Record) -> list[str]:
     lines = [f"* {claim}" for claim in _claims({"claims": listed_ones}, "**fails**")]
     where = f"in `{record['name']}.json`"
     if not few_hold:
-        lines += [f"* holds: {len(by_verdict[True])} statements, {where}"]
+        lines += [f"* holds: {_count(len(by_verdict[True]))}, {where}"]
     if by_verdict[None]:
-        lines += [f"* no difference seen: {len(by_verdict[None])} statements, {where}"]
+        lines += [f"* no difference seen: {_count(len(by_verdict[None]))}, {where}"]
     return lines
+
+
+def _count(statements: int) -> str:
+    return f"{statements} statement{'s' if statements > 1 else ''}"
 
 
 def sections(folder: Path, order: Sequence[str]) -> str:

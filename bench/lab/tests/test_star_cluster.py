@@ -69,7 +69,7 @@ def test_the_page_tells_an_undecided_claim_from_one_that_fails() -> None:
     claims = [Claim("x", True, "1"), Claim("y", False, "2"), Claim("z", None, "3")]
     finding = Finding("s", [Row("r", 1.0, 1.0, why="w")], claims, [], lambda: b"", name="n", title="T")
     page = section(finding.as_json())
-    assert page.endswith("* holds: x (1)\n* **fails**: y (2)\n* no difference seen: 1 statements, in `n.json`")
+    assert page.endswith("* holds: x (1)\n* **fails**: y (2)\n* no difference seen: 1 statement, in `n.json`")
 
 
 def test_means_are_geometric_but_for_counts() -> None:
