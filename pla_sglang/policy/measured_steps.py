@@ -130,9 +130,9 @@ class InstanceSteps:
         return next((steps for steps in others if steps is not None and not differ(measured, steps)), measured)
 
     @property
-    def measured(self) -> tuple[bool, bool]:
-        """True for prefill passes, and for decode steps, where enough of them were measured."""
-        return self.prefills > 0, self.decodes > 0
+    def source(self) -> tuple[bool, bool, bool]:
+        """Where they are from: if enough prefill passes, and decode steps, were measured; if they differ from profiles."""
+        return self.prefills > 0, self.decodes > 0, isinstance(self.view.steps, MeasuredSteps)
 
     def describe(self) -> str:
         """For people: which times were measured, and by how many passes."""
