@@ -131,7 +131,7 @@ class InstanceSteps:
 
     @property
     def source(self) -> tuple[bool, bool, bool]:
-        """Where they are from: if enough prefill passes, and decode steps, were measured; if they differ from profiles."""
+        """If prefill passes, and decode steps, were measured, and if these times are in use instead of a profile."""
         return self.prefills > 0, self.decodes > 0, isinstance(self.view.steps, MeasuredSteps)
 
     def describe(self) -> str:
