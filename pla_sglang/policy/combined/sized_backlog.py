@@ -1,4 +1,4 @@
-"""How long a request waits at an engine that runs small prefills first: only for those that are no larger.
+"""What a request waits for at an engine that runs small prefills first: those that are no larger, and one under way.
 
 The sums of an ``InstanceView`` say how much is queued, not how large each of it is. A policy knows that of the requests
 that it has sent itself, from their dispatch to their first token or their end. Prefills of other senders count as if
