@@ -7,24 +7,9 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from support.host_imports import ROOT, imported_names, modules_that_meet_the_host
+from support.host_imports import ROOT, modules_that_meet_the_host
 
 TESTS = ROOT / "tests"
-
-
-@pytest.mark.parametrize(
-    ("line", "names"),
-    [
-        ("import sglang", {"sglang"}),
-        ("    import sglang.srt as host, os", {"sglang.srt", "os"}),
-        ("from a.b import c as d, e", {"a.b", "a.b.c", "a.b.e"}),
-        ("from a import (\n    b,\n    c,\n)", {"a", "a.b", "a.c"}),
-        ("important = 1", set()),
-        ("x.import_module(y)", set()),
-    ],
-)
-def test_names_of_an_import(line: str, names: set[str]) -> None:
-    assert imported_names(f"x = 1\n{line}\n") == names
 
 
 def imports_by_syntax(path: Path) -> set[str]:
@@ -54,15 +39,3 @@ def test_every_module_of_ours_that_knows_sglang_is_found() -> None:
         place = ROOT / Path(*name.split("."))
         module = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
         assert module in modules_that_meet_the_host(), name
-
-
-def test_a_chain_of_imports_is_followed() -> None:
-    met = modules_that_meet_the_host()
-    assert TESTS / "support" / "fake_scheduler.py" in met, "by a module of ours"
-    assert TESTS / "load" / "test_request_rows.py" in met, "by a module of tests that imports that one"
-    assert TESTS / "sim" / "emulate" / "test_emulate.py" in met, "inside a function of ours"
-
-
-def test_what_knows_nothing_of_sglang_is_left_out() -> None:
-    met = modules_that_meet_the_host()
-    assert not [path for path in met if path.is_relative_to(TESTS / "policy") or path.parent == TESTS / "sim"]

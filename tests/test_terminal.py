@@ -19,7 +19,6 @@ from support.traces import write_plain
 
 from pla_sglang import parity, profile, simulate
 from pla_sglang.common import terminal
-from pla_sglang.common.errors import ConfigError
 from pla_sglang.predictor import __main__ as predictor
 from pla_sglang.sim.workload import Arrivals, generated_trace, length_model
 
@@ -179,11 +178,6 @@ def test_a_profile_that_cannot_be_written_is_refused_before_the_measuring(capsys
     assert "--out nowhere/p.json: there is no folder" in capsys.readouterr().err
 
 
-def test_a_bench_names_the_flag_too() -> None:
-    with pytest.raises(ConfigError, match="--out a/b: there is no folder"):
-        terminal.require_folder_path("--out", Path("a/b"))
-
-
 @pytest.mark.parametrize(
     ("module", "name"),
     [(simulate, "simulate"), (parity, "parity"), (profile, "profile"), (predictor, "predictor")],
@@ -210,12 +204,3 @@ def test_requests_that_fit_nowhere_have_a_line(tmp_path: Path, capsys: pytest.Ca
     assert "refused" in "".join(table)
     assert "nan" not in "".join(table)
     assert json.loads(last)["runs"][0]["counts"]["refused"] == 1
-
-
-def test_an_empty_window_says_the_span_of_the_trace(trace_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert simulate.main(flags(trace_file, "--window", "9000,9999")) == 2
-    message = capsys.readouterr().err
-    assert "--window 9000,9999 is empty" in message
-    assert "has 60 requests from " in message
-    assert simulate.main(flags(trace_file, "--window", "9,3")) == 2
-    assert "--window 9,3 is not allowed; allowed: 0 <= START < END" in capsys.readouterr().err

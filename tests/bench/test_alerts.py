@@ -149,34 +149,32 @@ def targets(target: str, met: int, missed: int) -> list[dict[str, str]]:
 
 
 # By their true spans: what is given, the alert, the minute, whether it fires then.
-CASES: list[tuple[str, list[dict[str, str]], str, str, bool]] = [
-    ("one in ten late", targets("ttft", 90, 10), "TtftTargetsMissed", "7h", True),
-    ("one in fifty late", targets("ttft", 98, 2), "TtftTargetsMissed", "7h", False),
-    ("one in five slow", targets("tpot", 80, 20), "TpotTargetsMissed", "2h", True),
-    (
-        "one of three down for six minutes",
+CASES: dict[str, tuple[list[dict[str, str]], str, str, bool]] = {
+    "one in ten late": (targets("ttft", 90, 10), "TtftTargetsMissed", "7h", True),
+    "one in fifty late": (targets("ttft", 98, 2), "TtftTargetsMissed", "7h", False),
+    "one in five slow": (targets("tpot", 80, 20), "TpotTargetsMissed", "2h", True),
+    "one of three down for six minutes": (
         [series("pla_router_worker_role", "0x4 1x20", worker="w", role="mixed", pool="both", state="starting")],
         "InstanceDown",
         "11m",
         True,
     ),
-    (
-        "an instance that starts for two",
+    "an instance that starts for two": (
         [series("pla_router_worker_role", "1x2", worker="w", role="mixed", pool="both", state="starting")],
         "InstanceDown",
         "20m",
         False,
     ),
-    ("a loss", [series("pla_router_worker_losses", "0x10 1x50", worker="w")], "InstanceLostAgain", "15m", False),
-    ("two", [series("pla_router_worker_losses", "0x10 1x5 2x50", worker="w")], "InstanceLostAgain", "20m", True),
-    ("KV is stuck", [series("pla_router_worker_transfer_ready", "1x3 0x9", worker="w")], "TransfersFail", "8m", True),
-]
+    "a loss": ([series("pla_router_worker_losses", "0x10 1x50", worker="w")], "InstanceLostAgain", "15m", False),
+    "two": ([series("pla_router_worker_losses", "0x10 1x5 2x50", worker="w")], "InstanceLostAgain", "20m", True),
+    "KV is stuck": ([series("pla_router_worker_transfer_ready", "1x3 0x9", worker="w")], "TransfersFail", "8m", True),
+}
 
 
 @needs_prometheus
-@pytest.mark.parametrize(("given", "rows", "alert", "at", "fires"), CASES, ids=[case[0] for case in CASES])
+@pytest.mark.parametrize(("rows", "alert", "at", "fires"), CASES.values(), ids=CASES)
 def test_a_rule_fires_when_it_should(
-    given: str, rows: list[dict[str, str]], alert: str, at: str, fires: bool, tmp_path: Path
+    rows: list[dict[str, str]], alert: str, at: str, fires: bool, tmp_path: Path
 ) -> None:
     counted = f'count(ALERTS{{alertname="{alert}", alertstate="firing"}}) or vector(0)'
     asked = {"expr": counted, "eval_time": at, "exp_samples": [{"labels": "{}", "value": int(fires)}]}

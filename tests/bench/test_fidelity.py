@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -136,16 +135,6 @@ def test_a_request_that_was_sent_a_moment_early_arrives_at_the_start() -> None:
     experiment, _ = lone(pairs=False)
     points = {"row": [0.0], "sent_s": [-1e-5], "input_tokens": [64.0], "output_tokens": [2.0]}
     assert fidelity.simulate_points(experiment, points)["sim_first_s"][0] > 0
-
-
-def test_points_are_kept_with_their_case(tmp_path: Path) -> None:
-    import pyarrow.parquet as parquet
-
-    _, points = lone(pairs=False)
-    fidelity.write_points({"a": points, "b": points}, tmp_path / "new" / "points.parquet")
-    table = parquet.read_table(tmp_path / "new" / "points.parquet").to_pydict()
-    assert table["case"] == ["a"] * 10 + ["b"] * 10
-    assert table["live_first_s"] == points["live_first_s"] * 2
 
 
 def test_the_name_of_a_live_cluster() -> None:

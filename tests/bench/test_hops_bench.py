@@ -292,16 +292,6 @@ def test_a_chat_is_read_field_by_field() -> None:
     assert count_wrong_bytes(shown, read_shown(CHAT, events[:-1])) == 1, "no end"
 
 
-def test_cumulative_and_incremental_streams_are_read_alike() -> None:
-    def event(ids: list[int], text: str) -> bytes:
-        meta = {"id": "a", "prompt_tokens": 1, "completion_tokens": 2, "finish_reason": {"type": "stop"}}
-        return b"data: " + json.dumps({"text": text, "output_ids": ids, "meta_info": meta}).encode()
-
-    assert read_shown(GENERATE, [event([1], "a"), event([1, 2], "ab")]) == read_shown(
-        GENERATE, [event([1], "a"), event([2], "b")]
-    )
-
-
 @pytest.mark.parametrize("model", ["chain", "demo"])
 def test_lives_are_the_same_for_the_same_seed(model: str) -> None:
     lives = plan_lives(80, model, instances=2, seed="s")

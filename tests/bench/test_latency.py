@@ -5,8 +5,6 @@ import random
 import pytest
 
 from bench.harness.latency import (
-    Spread,
-    ecdf,
     paired_ratio,
     percentile,
     spread,
@@ -36,15 +34,6 @@ def test_nothing_has_no_figures(function) -> None:  # type: ignore[no-untyped-de
         function([])
 
 
-def test_summarise() -> None:
-    summary = summarise([4.0, 1.0, 3.0, 2.0])
-    assert (summary.count, summary.mean, summary.p50, summary.max) == (4, 2.5, 2.5, 4.0)
-
-
-def test_spread() -> None:
-    assert spread([3.0, 1.0, 2.0]) == Spread(median=2.0, low=1.0, high=3.0, rounds=3)
-
-
 def test_paired_ratio_cancels_a_drift_that_hits_both() -> None:
     drift = [1.0, 5.0, 2.0]
     ratio = paired_ratio([10 * d for d in drift], [2 * d for d in drift])
@@ -63,8 +52,3 @@ def test_paired_ratio_refuses(top: list[float], bottom: list[float], message: st
 @pytest.mark.parametrize(("tokens", "expected"), [(1, None), (0, None), (3, 0.5)])
 def test_time_per_output_token(tokens: int, expected: float | None) -> None:
     assert time_per_output_token(1.0, 2.0, tokens) == expected
-
-
-def test_ecdf_ends_at_one() -> None:
-    assert ecdf([3.0, 1.0]) == ([1.0, 3.0], [0.5, 1.0])
-    assert ecdf([]) == ([], [])

@@ -185,11 +185,6 @@ def test_the_next_bench_is_complete_again(capsys: pytest.CaptureFixture[str]) ->
     assert json.loads(capsys.readouterr().out) == {"sglang": SGLANG, "complete": True}
 
 
-def test_what_its_servers_said_wins(capsys: pytest.CaptureFixture[str]) -> None:
-    emit({"sglang": "9.9.9"}, "test")
-    assert json.loads(capsys.readouterr().out)["sglang"] == "9.9.9"
-
-
 def test_a_picture_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "one.png"
     with pytest.raises(ValueError, match="drawing"), panels(path, 2, size=(4, 2)):

@@ -98,49 +98,6 @@ def test_prompts_are_sent_as_text_that_means_the_same_tokens() -> None:
     assert body["sampling_params"]["max_new_tokens"] == request.output_tokens + 1
 
 
-@pytest.mark.parametrize(
-    ("layout", "arm", "has", "lacks"),
-    [
-        ("dp", "spatial", ["--prefill-disagg spatial", "--dp-size 4", "--pla-slo-ttft-ms 3200"], ["--prefill 4"]),
-        ("dp", "temporal", ["--prefill-disagg temporal", "--dp-size 4"], ["--pla-pressure"]),
-        ("dp", "dp", ["--dp-size 4"], ["--prefill-disagg", "--pla-slo"]),
-        ("dp", "router:power_of_two", ["--unified 4"], ["--dp-size", "--prefill-disagg"]),
-        (
-            "pd",
-            "spatial",
-            [
-                "--prefill 4 --decode 2",
-                "--prefill-args --prefill-disagg temporal --pla-boundary 512 --pla-slo-ttft-ms 3200",
-                f"--pla-telemetry {TELEMETRY}",
-            ],
-            ["--dp-size"],
-        ),
-        ("pd", "router:bucket", ["--prefill 4 --decode 2"], ["--prefill-disagg", "--pla-telemetry"]),
-        (
-            "pd",
-            "router:bucket/spf-640",
-            [
-                "--prefill 4 --decode 2",
-                "--prefill-args --schedule-policy shortest-prefill-first --chunked-prefill-size 640",
-            ],
-            ["--prefill-disagg"],
-        ),
-        (
-            "dp",
-            "router:cache_aware/spf-mix-640",
-            ["--unified 4", "--schedule-policy shortest-prefill-first --enable-mixed-chunk --chunked-prefill-size 640"],
-            ["--dp-size"],
-        ),
-    ],
-)
-def test_engines_of_an_arm(layout: str, arm: str, has: list[str], lacks: list[str]) -> None:
-    line = " ".join(engine_arguments(arm, Setting(layout=layout), TELEMETRY))
-    assert all(part in line for part in has), line
-    assert not any(part in line for part in lacks), line
-    assert "--pla-time-scale 8" in line
-    assert "--router none" in line
-
-
 def test_arms_that_share_engines() -> None:
     pairs = Setting()
     stock = [arm for arm in DEFAULT_ARMS["pd"] if not is_ours(arm)]
@@ -152,24 +109,6 @@ def test_arms_that_share_engines() -> None:
     assert spatial.same_engines("spatial", "temporal", pairs)
     assert not spatial.same_engines("spatial", "dp", pairs)
     assert not spatial.same_engines("spatial", "temporal", Setting(layout="dp")), "pools are in the server there"
-
-
-@pytest.mark.parametrize(
-    ("layout", "arm", "kind", "policy"),
-    [
-        ("pd", "spatial", "pla", "pla"),
-        ("pd", "temporal", "pla", "minimal-load"),
-        ("pd", "dp", "sglang", "round_robin"),
-        ("pd", "router:bucket", "sglang", "bucket"),
-        ("pd", "router:bucket/spf-640", "sglang", "bucket"),
-        ("dp", "router:cache_aware/hrrn", "sglang", "cache_aware"),
-        ("dp", "router:power_of_two", "sglang", "power_of_two"),
-    ],
-)
-def test_routers_of_an_arm(layout: str, arm: str, kind: str, policy: str) -> None:
-    found = router_of(arm, Setting(layout=layout), TELEMETRY)
-    assert found is not None
-    assert (found.kind, found.policy) == (kind, policy)
 
 
 def test_one_server_has_no_router() -> None:

@@ -112,17 +112,6 @@ def test_an_answer_takes_room_until_it_is_a_part_of_the_next_prompt() -> None:
     assert index.evicted_next_s(0) == 7.0
 
 
-def test_answers_behind_one_block_take_room_each() -> None:
-    index, keys = tokens_index(), keys_of([1] * 4)
-    for second in range(5):
-        insert(index, 0, keys, rest=1, answer_tokens=9, now_s=float(second), capacity_tokens=34)
-    assert index.count_tokens(0) == 4 + 3 * 10
-    assert index.evicted_next_s(0) == 2.0
-    assert index.lookup(keys) == {0: 4}
-    index.forget_instance(0)
-    assert (index.count_tokens(0), index.evicted_next_s(0), index.count_blocks()) == (0, None, 0)
-
-
 def test_a_view_is_told_what_can_be_evicted() -> None:
     index, view = tokens_index(), InstanceView(2, "two", kv_capacity_tokens=100)
     index.show_cache(view)

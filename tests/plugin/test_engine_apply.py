@@ -287,13 +287,6 @@ def test_the_hosts_pending_figure_counts_what_was_left_out() -> None:
     assert batch.prefill_stats.num_pending_tokens == 3000
 
 
-def test_a_mixed_batch_would_be_counted() -> None:
-    scheduler = FakeScheduler(short_prompts(1))
-    intruder = long("intruder")
-    scheduler.run_pass(lambda it: it.waiting_queue.append(intruder))
-    assert scheduler.pla.telemetry.mixed_batches == 1
-
-
 def test_only_what_was_admitted_counts() -> None:
     scheduler = FakeScheduler(short_prompts(5))
     scheduler.run_pass(fits=2)
@@ -340,11 +333,6 @@ def test_a_parked_pd_chunk_is_not_cached_and_sent_again() -> None:
     handlers.around_process_prefill_chunk(original, scheduler, last_batch=None, running_batch=None)
     assert seen == [None, chunk]
     assert scheduler.chunked_req is chunk
-
-
-def test_nothing_is_applied_without_a_decision() -> None:
-    with pytest.raises(AssertionError, match="precedes"):
-        apply.enter_pass(apply.PassContext(FakeBatch(), False), FakeScheduler(), [])
 
 
 def test_a_held_chunk_is_parked_too() -> None:

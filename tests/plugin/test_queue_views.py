@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pla_sglang.plugin.engine import queue_views
 from pla_sglang.plugin.engine.queue_views import MATCHES_PER_PASS, REFRESH_PER_PASS, SPARE_VIEWS, QueueViews
 from pla_sglang.policy.interface.prefill import WaitingView
 
@@ -45,15 +44,6 @@ class Driver:
 def host_matches(*requests: Req) -> None:
     for req in requests:
         req.num_matched_prefix_tokens = req.cached
-
-
-def test_views_stand_in_the_order_of_the_queue() -> None:
-    driver, queue = Driver(), [Req("a"), Req("b"), Req("c")]
-    first = driver.views.list_views(queue, by_host=True)
-    assert [view.rid for view in first] == ["a", "b", "c"]
-    again = driver.views.list_views(queue[::-1], by_host=True)
-    assert [view.rid for view in again] == ["c", "b", "a"]
-    assert set(map(id, first)) == set(map(id, again))
 
 
 def test_an_arrival_is_reported_once_with_its_new_tokens() -> None:
@@ -158,12 +148,6 @@ def test_a_request_that_has_left_is_not_kept_by_its_view() -> None:
     driver.views.remove_places([])
     assert {view.rid for view in driver.views._views.values()} == {"c"}
     assert driver.views.waiting_tokens == 100
-
-
-def test_a_request_that_entered_by_another_door_gets_its_view() -> None:
-    driver = Driver()
-    assert [view.rid for view in driver.views.list_views([Req("a")], by_host=True)] == ["a"]
-    assert queue_views.QueueViews.find_view(driver.views, Req("b")).rid == "b"
 
 
 def test_a_request_that_comes_back_within_the_pass() -> None:

@@ -12,15 +12,9 @@ from typing import Any
 import pytest
 from support.views import FLAT, short
 
-from pla_sglang.policy.interface.prefill import PassReason, WaitingView
-from pla_sglang.policy.pla.awd import (
-    Awd,
-    AwdKnobs,
-    batch_step_s,
-    least_slack_s,
-    take_batch,
-    waiting_gain_s,
-)
+from pla_sglang.policy.interface.prefill import PassReason as R
+from pla_sglang.policy.interface.prefill import WaitingView
+from pla_sglang.policy.pla.awd import Awd, AwdKnobs, batch_step_s, least_slack_s, take_batch, waiting_gain_s
 
 NOW_S = 10.0
 FAST = 1000.0  # arrivals per second: the next one is due within 1 ms, a tenth of a step
@@ -36,10 +30,9 @@ def due_in(seconds: float) -> dict[str, float]:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    name: str
     queue: list[WaitingView]
     due: bool
-    reason: PassReason
+    reason: R
     batch: int | None = None  # None: all of the queue
     knobs: AwdKnobs = dataclasses.field(default_factory=lambda: AwdKnobs(depth_max=16))
     rate_per_s: float = FAST
@@ -51,110 +44,67 @@ class Case:
 
 
 K16 = AwdKnobs(depth_max=16)
-CASES = [
-    Case("a fuller batch pays", short_prompts(2), False, PassReason.WAIT_FOR_DEPTH, release_s=NOW_S - 0.001 + 0.010),
-    Case("nobody else expected", short_prompts(2), True, PassReason.NO_GAIN, rate_per_s=0.0),
-    Case("the next one is too far off", short_prompts(2), True, PassReason.NO_GAIN, rate_per_s=20.0),
-    Case("the batch is large enough that one more costs", short_prompts(8, new_tokens=90), True, PassReason.NO_GAIN),
-    Case("a long's chunk would come between", short_prompts(2), True, PassReason.NO_GAIN, alternative_s=0.5),
-    Case("target depth", short_prompts(16), True, PassReason.DEPTH),
-    Case("beyond the target depth the rest stays", short_prompts(17), True, PassReason.TOKENS, batch=16),
-    Case("token budget of the pass", short_prompts(4, new_tokens=40), True, PassReason.TOKENS, batch=2, budget=100),
-    Case("exactly the token budget is not yet full", short_prompts(2), False, PassReason.WAIT_FOR_DEPTH, budget=40),
-    Case("slots", short_prompts(4), True, PassReason.TOKENS, batch=3, slots=3),
-    Case("no slot at all still names a head", short_prompts(2), True, PassReason.TOKENS, batch=1, slots=0),
-    Case(
-        "one that exceeds the budget alone goes alone",
-        short_prompts(2, new_tokens=90),
-        True,
-        PassReason.TOKENS,
-        1,
-        budget=50,
+CASES = {
+    "a fuller batch pays": Case(short_prompts(2), False, R.WAIT_FOR_DEPTH, release_s=NOW_S - 0.001 + 0.010),
+    "nobody else expected": Case(short_prompts(2), True, R.NO_GAIN, rate_per_s=0.0),
+    "the next one is too far off": Case(short_prompts(2), True, R.NO_GAIN, rate_per_s=20.0),
+    "the batch is large enough that one more costs": Case(short_prompts(8, new_tokens=90), True, R.NO_GAIN),
+    "a long's chunk would come between": Case(short_prompts(2), True, R.NO_GAIN, alternative_s=0.5),
+    "target depth": Case(short_prompts(16), True, R.DEPTH),
+    "beyond the target depth the rest stays": Case(short_prompts(17), True, R.TOKENS, batch=16),
+    "token budget of the pass": Case(short_prompts(4, new_tokens=40), True, R.TOKENS, batch=2, budget=100),
+    "exactly the token budget is not yet full": Case(short_prompts(2), False, R.WAIT_FOR_DEPTH, budget=40),
+    "slots": Case(short_prompts(4), True, R.TOKENS, batch=3, slots=3),
+    "no slot at all still names a head": Case(short_prompts(2), True, R.TOKENS, batch=1, slots=0),
+    "one that exceeds the budget alone goes alone": Case(short_prompts(2, new_tokens=90), True, R.TOKENS, 1, budget=50),
+    "window over": Case(short_prompts(2, age_s=0.0101), True, R.WINDOW),
+    "window not over": Case(short_prompts(2, age_s=0.0099), False, R.WAIT_FOR_DEPTH),
+    "nothing learnt yet: one arrival, 1 ms": Case(short_prompts(2, age_s=0.0011), True, R.WINDOW, window_s=0.0),
+    "nothing learnt yet, the next may still come": Case(
+        short_prompts(2, age_s=0.0009), False, R.WAIT_FOR_DEPTH, window_s=0.0, release_s=NOW_S + 0.0001
     ),
-    Case("window over", short_prompts(2, age_s=0.0101), True, PassReason.WINDOW),
-    Case("window not over", short_prompts(2, age_s=0.0099), False, PassReason.WAIT_FOR_DEPTH),
-    Case(
-        "nothing learnt yet: one arrival, 1 ms", short_prompts(2, age_s=0.0011), True, PassReason.WINDOW, window_s=0.0
+    "learnt 3 ms, and one arrival": Case(short_prompts(2, age_s=0.0041), True, R.WINDOW, window_s=0.003),
+    "one is missing: W_GR is 1 ms from now": Case(
+        short_prompts(3, age_s=0.0011), False, R.WAIT_FOR_DEPTH, knobs=AwdKnobs(depth_max=4), release_s=NOW_S + 0.001
     ),
-    Case(
-        "nothing learnt yet, the next may still come",
-        short_prompts(2, age_s=0.0009),
-        False,
-        PassReason.WAIT_FOR_DEPTH,
-        window_s=0.0,
-        release_s=NOW_S + 0.0001,
-    ),
-    Case("learnt 3 ms, and one arrival", short_prompts(2, age_s=0.0041), True, PassReason.WINDOW, window_s=0.003),
-    Case(
-        "one is missing: W_GR is 1 ms from now",
-        short_prompts(3, age_s=0.0011),
-        False,
-        PassReason.WAIT_FOR_DEPTH,
-        knobs=AwdKnobs(depth_max=4),
-        release_s=NOW_S + 0.001,
-    ),
-    Case("W_max 0: never wait", short_prompts(2, age_s=0.0), True, PassReason.WINDOW, knobs=AwdKnobs(wait_max_s=0.0)),
-    Case(
-        "W_min holds although nothing is gained",
+    "W_max 0: never wait": Case(short_prompts(2, age_s=0.0), True, R.WINDOW, knobs=AwdKnobs(wait_max_s=0.0)),
+    "W_min holds although nothing is gained": Case(
         short_prompts(1, age_s=0.001),
         False,
-        PassReason.WAIT_FOR_DEPTH,
+        R.WAIT_FOR_DEPTH,
         knobs=AwdKnobs(wait_min_s=0.005, wait_max_s=0.01),
         rate_per_s=0.0,
         release_s=NOW_S - 0.001 + 0.005,
         window_s=0.005,
     ),
-    Case(
-        "W_min over, nothing gained",
+    "W_min over, nothing gained": Case(
         short_prompts(1, age_s=0.005),
         True,
-        PassReason.NO_GAIN,
+        R.NO_GAIN,
         knobs=AwdKnobs(wait_min_s=0.005, wait_max_s=0.01),
         rate_per_s=0.0,
     ),
-    Case("resumed", [*short_prompts(1), *short_prompts(1, resumed=True)], True, PassReason.RESUMED),
-    Case(
-        "resumed, but not in this batch",
-        short_prompts(2) + short_prompts(1, resumed=True),
-        True,
-        PassReason.TOKENS,
-        2,
-        slots=2,
+    "resumed": Case([*short_prompts(1), *short_prompts(1, resumed=True)], True, R.RESUMED),
+    "resumed, but not in this batch": Case(
+        short_prompts(2) + short_prompts(1, resumed=True), True, R.TOKENS, 2, slots=2
     ),
     # mode (a), deadlines. A batch of two takes 10 ms; sigma and delta are 2 ms.
-    Case("slack below sigma", short_prompts(2, **due_in(0.0119)), True, PassReason.SLACK),
-    Case("deadline passed", short_prompts(2, **due_in(-1.0)), True, PassReason.SLACK),
-    Case(
-        "one tight deadline among loose ones",
-        [*short_prompts(1), *short_prompts(1, **due_in(0.011))],
-        True,
-        PassReason.SLACK,
+    "slack below sigma": Case(short_prompts(2, **due_in(0.0119)), True, R.SLACK),
+    "deadline passed": Case(short_prompts(2, **due_in(-1.0)), True, R.SLACK),
+    "one tight deadline among loose ones": Case([*short_prompts(1), *short_prompts(1, **due_in(0.011))], True, R.SLACK),
+    "W_SLA is the tighter window: slack 5 ms - delta 2 ms": Case(
+        short_prompts(2, **due_in(0.015)), False, R.WAIT_FOR_DEPTH, release_s=NOW_S + 0.003
     ),
-    Case(
-        "W_SLA is the tighter window: slack 5 ms - delta 2 ms",
-        short_prompts(2, **due_in(0.015)),
-        False,
-        PassReason.WAIT_FOR_DEPTH,
-        release_s=NOW_S + 0.003,
+    "W_SLA over: slack at delta": Case(
+        short_prompts(2, **due_in(0.0129)), True, R.SLACK, knobs=AwdKnobs(margin_s=0.003)
     ),
-    Case(
-        "W_SLA over: slack at delta",
-        short_prompts(2, **due_in(0.0129)),
-        True,
-        PassReason.SLACK,
-        knobs=AwdKnobs(margin_s=0.003),
+    "loose deadline: W_GR counts": Case(
+        short_prompts(2, **due_in(5.0)), False, R.WAIT_FOR_DEPTH, release_s=NOW_S + 0.009
     ),
-    Case(
-        "loose deadline: W_GR counts",
-        short_prompts(2, **due_in(5.0)),
-        False,
-        PassReason.WAIT_FOR_DEPTH,
-        release_s=NOW_S + 0.009,
-    ),
-]
+}
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_decide(case: Case) -> None:
     awd = Awd(case.knobs)
     awd.window_s = case.window_s
@@ -175,15 +125,8 @@ def test_decide(case: Case) -> None:
 
 
 def test_every_reason_of_awd_is_in_the_table() -> None:
-    can_give = {
-        PassReason.DEPTH,
-        PassReason.TOKENS,
-        PassReason.WINDOW,
-        PassReason.SLACK,
-        PassReason.NO_GAIN,
-        PassReason.RESUMED,
-    }
-    assert {case.reason for case in CASES} == can_give | {PassReason.WAIT_FOR_DEPTH}
+    can_give = {R.DEPTH, R.TOKENS, R.WINDOW, R.SLACK, R.NO_GAIN, R.RESUMED}
+    assert {case.reason for case in CASES.values()} == can_give | {R.WAIT_FOR_DEPTH}
 
 
 def test_what_waiting_for_one_more_saves() -> None:

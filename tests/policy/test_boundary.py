@@ -1,4 +1,4 @@
-"""The paper's closed forms against values computed by hand, the step model's crossing, the table of the hot path."""
+"""The step model's crossing against the paper's closed form and values computed by hand, the table of the hot path."""
 
 from __future__ import annotations
 
@@ -8,70 +8,36 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.paper_formulas import head_of_line_penalty_s, prefill_boundary, reprefill_boundary
 
 from pla_sglang.policy.common.step_model import CPU_START, GPU_START, StepModel
 from pla_sglang.policy.pla.boundary import BOUNDARY_MAX_TOKENS, BOUNDARY_MIN_TOKENS, FAIR_SHARE, Boundary, find_boundary
 
 
-@pytest.mark.parametrize(
-    ("alpha", "beta", "gamma_w", "expected"),
-    [
-        (2e-8, 1e-5, 2e-5, 500.0),  # 1e-5 / 2e-8
-        (1.0, 1.0, 4.0, 3.0),
-        (1.0, 4.0, 4.0, 0.0),  # equal linear terms: compute-bound from the first token
-        (1.0, 9.0, 4.0, 0.0),  # never negative
-    ],
-)
-def test_prefill_boundary(alpha: float, beta: float, gamma_w: float, expected: float) -> None:
-    assert prefill_boundary(alpha, beta, gamma_w) == pytest.approx(expected)
+def model(**changes: float) -> StepModel:
+    return StepModel(**dict.fromkeys(("g0_s", "gw_s", "gr_s", "k0_s", "kr_s", "b_s", "a_s"), 0.0) | changes)
 
 
 @pytest.mark.parametrize(
     ("alpha", "beta", "gamma_w", "gamma_r", "history", "expected"),
     [
-        (2e-8, 1e-5, 2e-5, 1e-6, 0, 500.0),  # without history it is the first prefill's boundary
         (1.0, 0.0, 1.0, 5.0, 2, 2.0),  # L^2 + 3L - 10 = 0
         (1.0, 3.0, 1.0, 4.5, 4, math.sqrt(43) - 5),  # L^2 + 10L - 18 = 0
     ],
 )
-def test_reprefill_boundary(
+def test_the_boundary_of_the_paper_by_hand(
     alpha: float, beta: float, gamma_w: float, gamma_r: float, history: float, expected: float
 ) -> None:
-    assert reprefill_boundary(alpha, beta, gamma_w, gamma_r, history) == pytest.approx(expected)
+    step = model(a_s=alpha, b_s=beta, gw_s=gamma_w, gr_s=gamma_r)
+    assert step.crossing_tokens(history) == pytest.approx(expected)
 
 
-def test_reprefill_boundary_saturates_at_half_of_gamma_r_over_alpha() -> None:
+def test_the_boundary_saturates_at_half_of_gamma_r_over_alpha() -> None:
     alpha, gamma_r = 2e-8, 4e-6
     limit = gamma_r / (2 * alpha)
     assert limit == pytest.approx(100.0)
-    assert reprefill_boundary(alpha, 1e-5, 2e-5, gamma_r, 1e12) == pytest.approx(limit, rel=1e-6)
-    assert reprefill_boundary(alpha, 3e-5, 2e-5, gamma_r, 1e12) == pytest.approx(limit, rel=1e-6)
-
-
-@pytest.mark.parametrize("alpha", [0.0, -1e-9])
-def test_closed_forms_need_a_quadratic_term(alpha: float) -> None:
-    with pytest.raises(ValueError, match="alpha"):
-        prefill_boundary(alpha, 1.0, 2.0)
-    with pytest.raises(ValueError, match="alpha"):
-        reprefill_boundary(alpha, 1.0, 2.0, 1.0, 10.0)
-
-
-def test_head_of_line_penalty() -> None:
-    # 2/s, half of them short, load 0.5, 3 s against 1 s: 2 * 0.25 / (2 * 0.5) * 4
-    assert head_of_line_penalty_s(2.0, 0.5, 0.5, 3.0, 1.0) == pytest.approx(2.0)
-    assert head_of_line_penalty_s(2.0, 1.0, 0.5, 3.0, 1.0) == 0.0  # one class only
-    assert head_of_line_penalty_s(2.0, 0.5, 0.5, 3.0, 3.0) == 0.0  # equal sizes
-
-
-@pytest.mark.parametrize("load", [1.0, 1.5, -0.1])
-def test_head_of_line_penalty_needs_a_stable_queue(load: float) -> None:
-    with pytest.raises(ValueError, match="load"):
-        head_of_line_penalty_s(1.0, 0.5, load, 2.0, 1.0)
-
-
-def model(**changes: float) -> StepModel:
-    return StepModel(**dict.fromkeys(("g0_s", "gw_s", "gr_s", "k0_s", "kr_s", "b_s", "a_s"), 0.0) | changes)
+    for beta in (1e-5, 3e-5):
+        step = model(a_s=alpha, b_s=beta, gw_s=2e-5, gr_s=gamma_r)
+        assert step.crossing_tokens(10**12) == pytest.approx(limit, rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -88,6 +54,14 @@ def model(**changes: float) -> StepModel:
 )
 def test_crossing(name: str, coefficients: dict[str, float], history: float, expected: float) -> None:
     assert model(**coefficients).crossing_tokens(history) == pytest.approx(expected)
+
+
+def reprefill_boundary(alpha: float, beta: float, gamma_w: float, gamma_r: float, history_tokens: float) -> float:
+    """L_m in tokens by PLA-Serve's section 2.1, on ``history_tokens`` cached ones."""
+    linear = 2 * alpha * history_tokens + beta - gamma_w
+    constant = gamma_r * history_tokens
+    root = math.sqrt(linear * linear + 4 * alpha * constant)
+    return 2 * constant / (linear + root) if linear > 0 else (root - linear) / (2 * alpha)
 
 
 @given(

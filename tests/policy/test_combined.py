@@ -52,95 +52,84 @@ def listed(view: FleetView, *heavy: str) -> FleetView:
     return FleetView(view.instances, decodes=lambda instance: full if instance.name in heavy else empty)
 
 
-DISPATCH: list[tuple[str, FleetView, Any, str, R]] = [
-    ("ultra-short: in place", fleet(prefill(), decode()), request(5), "i1", R.DOPD_LOCAL),
-    (
-        "in place behind others: a stall of 49 ms",
+DISPATCH: dict[str, tuple[FleetView, Any, str, R]] = {
+    "ultra-short: in place": (fleet(prefill(), decode()), request(5), "i1", R.DOPD_LOCAL),
+    "in place behind others: a stall of 49 ms": (
         fleet(prefill(), decode(queued_tokens=24)),
         request(5),
         "i1",
         R.DOPD_LOCAL,
     ),
-    ("not on a full instance", fleet(prefill(), decode(context_tokens=1001)), request(5), "i0", R.PREFILL_SLO),
-    (
-        "short pool",
+    "not on a full instance": (fleet(prefill(), decode(context_tokens=1001)), request(5), "i0", R.PREFILL_SLO),
+    "short pool": (
         fleet(prefill(length_class=L), prefill(length_class=L), prefill(length_class=S), decode()),
         request(30),
         "i2",
         R.PLA_SHORT,
     ),
-    (
-        "a busy class gives way to the whole pool: 40 ms of 1 s are ease, 60 ms are not",
+    "a busy class gives way to the whole pool: 40 ms of 1 s are ease, 60 ms are not": (
         fleet(prefill(length_class=L), prefill(length_class=L), prefill(length_class=S, queued_tokens=30), decode()),
         request(30),
         "i0",
         R.PREFILL_SLO,
     ),
-    (
-        "a cached prefix comes before classes",
+    "a cached prefix comes before classes": (
         fleet(prefill(length_class=L), prefill(length_class=L), prefill(length_class=S), decode()),
         request(500, cached={1: 480}),
         "i1",
         R.PREFILL_SLO,
     ),
-    (
-        "the whole pool comes before a flip",
+    "the whole pool comes before a flip": (
         fleet(prefill(length_class=L), prefill(length_class=L), prefill(length_class=S, **LATE), decode(), decode()),
         request(30),
         "i0",
         R.PREFILL_SLO,
     ),
-    (
-        "a pool that is not at ease: in place, where it is sooner",
+    "a pool that is not at ease: in place, where it is sooner": (
         fleet(prefill(queued_tokens=260), decode(running=1)),
         request(30),
         "i1",
         R.SPARE_DECODE,
     ),
-    ("a pool at ease keeps what it has", fleet(prefill(queued_tokens=190), decode()), request(30), "i0", R.PREFILL_SLO),
-    ("a long prompt takes as long anywhere: no relief", fleet(prefill(), decode()), request(400), "i0", R.PREFILL_SLO),
-    ("nor a flip", fleet(prefill(), decode(), decode()), request(700), "i0", R.PREFILL_SLO),
-    (
-        "it has less time to wait than others",
+    "a pool at ease keeps what it has": (fleet(prefill(queued_tokens=190), decode()), request(30), "i0", R.PREFILL_SLO),
+    "a long prompt takes as long anywhere: no relief": (fleet(prefill(), decode()), request(400), "i0", R.PREFILL_SLO),
+    "nor a flip": (fleet(prefill(), decode(), decode()), request(700), "i0", R.PREFILL_SLO),
+    "it has less time to wait than others": (
         fleet(prefill(queued_tokens=200), decode(), decode()),
         request(700),
         "i1",
         R.PREFILL_FLIP,
     ),
-    (
-        "half of the target: flip before it is lost",
+    "half of the target: flip before it is lost": (
         fleet(prefill(queued_tokens=480), decode(), decode()),
         request(30),
         "i1",
         R.PREFILL_FLIP,
     ),
-    (
-        "not in place when its decodes cannot bear it, though all are late",
+    "not in place when its decodes cannot bear it, though all are late": (
         fleet(prefill(**LATE), decode(running=1)),
         request(160),
         "i0",
         R.PREFILL_FALLBACK,
     ),
-    (
-        "nor where tokens come too late already",
+    "nor where tokens come too late already": (
         fleet(prefill(**LATE), decode(token_interval_s=0.051)),
         request(30),
         "i0",
         R.PREFILL_FALLBACK,
     ),
-    (
-        "all late: flip",
+    "all late: flip": (
         fleet(*[prefill(length_class=L, **LATE)] * 2, prefill(length_class=S, **LATE), decode(), decode()),
         request(50),
         "i3",
         R.PREFILL_FLIP,
     ),
-    ("two are not split", fleet(prefill(), prefill(length_class=S), decode()), request(50), "i0", R.PREFILL_SLO),
-]
+    "two are not split": (fleet(prefill(), prefill(length_class=S), decode()), request(50), "i0", R.PREFILL_SLO),
+}
 
 
-@pytest.mark.parametrize(("name", "view", "ask", "chosen", "reason"), DISPATCH, ids=[case[0] for case in DISPATCH])
-def test_dispatch(name: str, view: FleetView, ask: Any, chosen: str, reason: R) -> None:
+@pytest.mark.parametrize(("view", "ask", "chosen", "reason"), DISPATCH.values(), ids=DISPATCH)
+def test_dispatch(view: FleetView, ask: Any, chosen: str, reason: R) -> None:
     answer = combined().dispatch(ask, view, 0.0)
     assert (answer.prefill and answer.prefill.name, answer.reason) == (chosen, reason)
 

@@ -12,7 +12,8 @@ from support.temporal_scene import NOW_S, let_deadlines_decide, policy
 from support.views import long, pass_view, short
 from support.virtual_engine import Arrival
 
-from pla_sglang.policy.interface.prefill import Action, PassReason, PassView
+from pla_sglang.policy.interface.prefill import Action, PassView
+from pla_sglang.policy.interface.prefill import PassReason as R
 from pla_sglang.policy.pla.awd import AwdKnobs
 from pla_sglang.policy.pla.boundary import Boundary
 from pla_sglang.policy.pla.long_prompts import LongKnobs, aged_at_s
@@ -29,81 +30,43 @@ LOST_S, KEPT_S = NOW_S + 0.001, NOW_S + 5.0  # deadlines: no prefill ends within
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    name: str
     view: PassView
-    action: Action
-    reason: PassReason
-    selected: tuple[int, ...]
-    without: tuple[int, ...]  # as it is with targets that only advise
+    expected: tuple[Action, R, tuple[int, ...], tuple[int, ...]]  # the last: whom, with targets that only advise
 
 
-CASES = [
-    Case(
-        "a lost long gives way to a larger one that can be kept",
+CASES = {
+    "a lost long gives way to a larger one that can be kept": Case(
         pass_view([long(RECENT_S, 2000, deadline_s=LOST_S), long(RECENT_S, 6000, deadline_s=KEPT_S)]),
-        L,
-        PassReason.LOST_LONG,
-        (1,),
-        (0,),
+        (L, R.LOST_LONG, (1,), (0,)),
     ),
-    Case(
-        "and to one without a target",
-        pass_view([long(RECENT_S, 2000, deadline_s=LOST_S), long(RECENT_S, 6000)]),
-        L,
-        PassReason.LOST_LONG,
-        (1,),
-        (0,),
+    "and to one without a target": Case(
+        pass_view([long(RECENT_S, 2000, deadline_s=LOST_S), long(RECENT_S, 6000)]), (L, R.LOST_LONG, (1,), (0,))
     ),
-    Case(
-        "lost shorts give way to shorts",
+    "lost shorts give way to shorts": Case(
         pass_view([short(RECENT_S, deadline_s=LOST_S), short(RECENT_S, deadline_s=KEPT_S)]),
-        S,
-        PassReason.NO_GAIN,
-        (1,),
-        (0, 1),
+        (S, R.NO_GAIN, (1,), (0, 1)),
     ),
-    Case(
-        "and to longs",
+    "and to longs": Case(
         pass_view([short(RECENT_S, deadline_s=LOST_S), long(RECENT_S, deadline_s=KEPT_S)]),
-        L,
-        PassReason.LOST_SHORT,
-        (1,),
-        (0,),
+        (L, R.LOST_SHORT, (1,), (0,)),
     ),
-    Case(
-        "of shorts that cannot all be kept, the largest wait",
+    "of shorts that cannot all be kept, the largest wait": Case(
         pass_view([short(RECENT_S, 90 if number else 20, deadline_s=NOW_S + 0.1) for number in range(11)]),
-        S,
-        PassReason.NO_GAIN,
-        (0, *range(2, 11)),
-        tuple(range(11)),
+        (S, R.NO_GAIN, (0, *range(2, 11)), tuple(range(11))),
     ),
-    Case(
-        "a pass of shorts ends in time for the first of them",
+    "a pass of shorts ends in time for the first of them": Case(
         pass_view([short(RECENT_S, 90, deadline_s=NOW_S + (5.0 if number else 0.05)) for number in range(10)]),
-        S,
-        PassReason.TOKENS,
-        tuple(range(5)),
-        tuple(range(10)),
+        (S, R.TOKENS, tuple(range(5)), tuple(range(10))),
     ),
-    Case(
-        "and for who comes as it begins",
+    "and for who comes as it begins": Case(
         pass_view([short(NOW_S, 90, deadline_s=NOW_S + 0.13) for _ in range(10)]),
-        S,
-        PassReason.TOKENS,
-        tuple(range(7)),
-        tuple(range(10)),
+        (S, R.TOKENS, tuple(range(7)), tuple(range(10))),
     ),
-    Case(
-        "those beyond their age bound have a share",
+    "those beyond their age bound have a share": Case(
         pass_view([short(AGED_S, deadline_s=LOST_S - 50), long(RECENT_S, deadline_s=KEPT_S)]),
-        S,
-        PassReason.OVERDUE,
-        (0,),
-        (0,),
+        (S, R.OVERDUE, (0,), (0,)),
     ),
-    Case(
-        "the earliest first, whatever its length",
+    "the earliest first, whatever its length": Case(
         pass_view(
             [
                 short(RECENT_S - 20, deadline_s=LOST_S - 20),
@@ -111,13 +74,9 @@ CASES = [
                 long(AGED_S, 900, deadline_s=LOST_S - 50),
             ]
         ),
-        L,
-        PassReason.OVERDUE,
-        (2,),
-        (0, 1),
+        (L, R.OVERDUE, (2,), (0, 1)),
     ),
-    Case(
-        "and overdue shorts together",
+    "and overdue shorts together": Case(
         pass_view(
             [
                 short(RECENT_S - 20, deadline_s=LOST_S - 20),
@@ -125,123 +84,66 @@ CASES = [
                 short(AGED_S, deadline_s=LOST_S - 50),
             ]
         ),
-        S,
-        PassReason.OVERDUE,
-        (0, 2),
-        (0, 1, 2),
+        (S, R.OVERDUE, (0, 2), (0, 1, 2)),
     ),
-    Case(
-        "an overdue chunk goes on",
+    "an overdue chunk goes on": Case(
         pass_view([short(RECENT_S, deadline_s=KEPT_S)], long(AGED_S, 3000, deadline_s=LOST_S - 50)),
-        L,
-        PassReason.OVERDUE,
-        (),
-        (0,),
+        (L, R.OVERDUE, (), (0,)),
     ),
-    Case(
-        "an overdue long that would be a second chunk waits for the one under way",
+    "an overdue long that would be a second chunk waits for the one under way": Case(
         pass_view(
             [short(RECENT_S, deadline_s=KEPT_S), long(AGED_S, 3000, deadline_s=LOST_S - 50)],
             long(RECENT_S, 3000, deadline_s=KEPT_S),
         ),
-        S,
-        PassReason.NO_GAIN,
-        (0,),
-        (0,),
+        (S, R.NO_GAIN, (0,), (0,)),
     ),
-    Case(
-        "overdue ones without room stop nobody",
+    "overdue ones without room stop nobody": Case(
         pass_view(
             [short(AGED_S, output_tokens=5000, deadline_s=LOST_S - 50), short(RECENT_S, deadline_s=KEPT_S)],
             kv_free=4000,
         ),
-        S,
-        PassReason.NO_GAIN,
-        (1,),
-        (0, 1),
+        (S, R.NO_GAIN, (1,), (0, 1)),
     ),
-    Case(
-        "twenty times their bound after their arrival they do not give way",
+    "twenty times their bound after their arrival they do not give way": Case(
         pass_view([short(NOW_S - 200.0, deadline_s=LOST_S - 190), long(RECENT_S, deadline_s=KEPT_S)]),
-        S,
-        PassReason.SLACK,
-        (0,),
-        (0,),
+        (S, R.SLACK, (0,), (0,)),
     ),
-    Case(
-        "nor those that were served tokens",
+    "nor those that were served tokens": Case(
         pass_view([short(RECENT_S, deadline_s=LOST_S, resumed=True), long(RECENT_S, deadline_s=KEPT_S)]),
-        S,
-        PassReason.RESUMED,
-        (0,),
-        (0,),
+        (S, R.RESUMED, (0,), (0,)),
     ),
-    Case(
-        "where all are lost, the order is as ever",
+    "where all are lost, the order is as ever": Case(
         pass_view([long(RECENT_S, 6000, deadline_s=LOST_S), long(RECENT_S, 2000, deadline_s=LOST_S)]),
-        L,
-        PassReason.NO_SHORT,
-        (1,),
-        (1,),
+        (L, R.NO_SHORT, (1,), (1,)),
     ),
-    Case(
-        "lost longs do not wait for shorts to fill a batch",
-        pass_view([long(RECENT_S, 2000, deadline_s=LOST_S)]),
-        L,
-        PassReason.NO_SHORT,
-        (0,),
-        (0,),
+    "lost longs do not wait for shorts to fill a batch": Case(
+        pass_view([long(RECENT_S, 2000, deadline_s=LOST_S)]), (L, R.NO_SHORT, (0,), (0,))
     ),
-    Case(
-        "a lost chunk gives way to a larger one that one pass finishes",
+    "a lost chunk gives way to a larger one that one pass finishes": Case(
         pass_view([long(RECENT_S, 900, deadline_s=KEPT_S)], long(RECENT_S, 400, deadline_s=LOST_S)),
-        L,
-        PassReason.LOST_LONG,
-        (0,),
-        (),
+        (L, R.LOST_LONG, (0,), ()),
     ),
-    Case(
-        "a long of 0.4 s that only the order of deadlines keeps goes before smaller ones",
+    "a long of 0.4 s that only the order of deadlines keeps goes before smaller ones": Case(
         pass_view([long(RECENT_S, 1500, deadline_s=KEPT_S), long(RECENT_S, 4000, deadline_s=NOW_S + 0.55)]),
-        L,
-        PassReason.URGENT,
-        (1,),
-        (0,),
+        (L, R.URGENT, (1,), (0,)),
     ),
-    Case(
-        "and before shorts",
+    "and before shorts": Case(
         pass_view([short(RECENT_S, deadline_s=KEPT_S), long(RECENT_S, 4000, deadline_s=NOW_S + 0.485)]),
-        L,
-        PassReason.URGENT,
-        (1,),
-        (0,),
+        (L, R.URGENT, (1,), (0,)),
     ),
-    Case(
-        "not where least work first keeps it",
+    "not where least work first keeps it": Case(
         pass_view([long(RECENT_S, 1500, deadline_s=KEPT_S), long(RECENT_S, 4000, deadline_s=NOW_S + 1.2)]),
-        L,
-        PassReason.NO_SHORT,
-        (0,),
-        (0,),
+        (L, R.NO_SHORT, (0,), (0,)),
     ),
-    Case(
-        "where not both can be kept, the larger one is given up",
+    "where not both can be kept, the larger one is given up": Case(
         pass_view([long(RECENT_S, 1500, deadline_s=NOW_S + 0.56), long(RECENT_S, 4000, deadline_s=NOW_S + 0.55)]),
-        L,
-        PassReason.NO_SHORT,
-        (0,),
-        (0,),
+        (L, R.NO_SHORT, (0,), (0,)),
     ),
-    Case(
-        "in one class of size too, though it came first",
+    "in one class of size too, though it came first": Case(
         pass_view([long(RECENT_S - 1, 4000, deadline_s=NOW_S + 0.55), long(RECENT_S, 3000, deadline_s=NOW_S + 0.6)]),
-        L,
-        PassReason.LOST_LONG,
-        (1,),
-        (0,),
+        (L, R.LOST_LONG, (1,), (0,)),
     ),
-    Case(
-        "and so that two smaller ones are kept",
+    "and so that two smaller ones are kept": Case(
         pass_view(
             [
                 long(RECENT_S, 4000, deadline_s=NOW_S + 0.55),
@@ -249,129 +151,79 @@ CASES = [
                 long(RECENT_S, 1500, deadline_s=NOW_S + 0.62),
             ]
         ),
-        L,
-        PassReason.URGENT,
-        (1,),
-        (2,),
+        (L, R.URGENT, (1,), (2,)),
     ),
-    Case(
-        "a chunk that is given up is overtaken by what one pass finishes",
+    "a chunk that is given up is overtaken by what one pass finishes": Case(
         pass_view([long(RECENT_S, 900, deadline_s=NOW_S + 0.2)], long(RECENT_S, 800, deadline_s=NOW_S + 0.12)),
-        L,
-        PassReason.NO_SHORT,
-        (),
-        (),
+        (L, R.NO_SHORT, (), ()),
     ),
-    Case(
-        "where those that are kept do not fit the KV cache together nobody is urgent",
+    "where those that are kept do not fit the KV cache together nobody is urgent": Case(
         pass_view(
-            [long(RECENT_S, 1500, deadline_s=KEPT_S), long(RECENT_S, 4000, deadline_s=NOW_S + 0.55)],
-            kv_free=5499,
+            [long(RECENT_S, 1500, deadline_s=KEPT_S), long(RECENT_S, 4000, deadline_s=NOW_S + 0.55)], kv_free=5499
         ),
-        L,
-        PassReason.NO_SHORT,
-        (0,),
-        (0,),
+        (L, R.NO_SHORT, (0,), (0,)),
     ),
-    Case(
-        "but the larger one is given up all the same",
+    "but the larger one is given up all the same": Case(
         pass_view(
             [long(RECENT_S - 1, 4000, deadline_s=NOW_S + 0.55), long(RECENT_S, 3000, deadline_s=NOW_S + 0.6)],
             kv_free=5499,
         ),
-        L,
-        PassReason.LOST_LONG,
-        (1,),
-        (0,),
+        (L, R.LOST_LONG, (1,), (0,)),
     ),
-    Case(
-        "with the worse priority nobody is urgent, and nobody given up",
+    "with the worse priority nobody is urgent, and nobody given up": Case(
         pass_view(
-            [
-                long(RECENT_S, 1500, deadline_s=KEPT_S),
-                long(RECENT_S, 4000, deadline_s=NOW_S + 0.55, priority_rank=1),
-            ]
+            [long(RECENT_S, 1500, deadline_s=KEPT_S), long(RECENT_S, 4000, deadline_s=NOW_S + 0.55, priority_rank=1)]
         ),
-        L,
-        PassReason.NO_SHORT,
-        (0,),
-        (0,),
+        (L, R.NO_SHORT, (0,), (0,)),
     ),
-    Case(
-        "nor while a short without a target waits, which would come last",
-        pass_view([short(RECENT_S), long(RECENT_S, 4000, deadline_s=NOW_S + 0.5)]),
-        S,
-        PassReason.NO_GAIN,
-        (0,),
-        (0,),
+    "nor while a short without a target waits, which would come last": Case(
+        pass_view([short(RECENT_S), long(RECENT_S, 4000, deadline_s=NOW_S + 0.5)]), (S, R.NO_GAIN, (0,), (0,))
     ),
-    Case(
-        "nor while one waits that was retracted",
+    "nor while one waits that was retracted": Case(
         pass_view(
-            [
-                long(RECENT_S, 1500, deadline_s=LOST_S, resumed=True),
-                long(RECENT_S, 4000, deadline_s=NOW_S + 0.55),
-            ]
+            [long(RECENT_S, 1500, deadline_s=LOST_S, resumed=True), long(RECENT_S, 4000, deadline_s=NOW_S + 0.55)]
         ),
-        L,
-        PassReason.NO_SHORT,
-        (0,),
-        (0,),
+        (L, R.NO_SHORT, (0,), (0,)),
     ),
-    Case(
-        "a long without a target comes last",
-        pass_view([long(RECENT_S, 1500), long(RECENT_S, 4000, deadline_s=NOW_S + 0.55)]),
-        L,
-        PassReason.URGENT,
-        (1,),
-        (0,),
+    "a long without a target comes last": Case(
+        pass_view([long(RECENT_S, 1500), long(RECENT_S, 4000, deadline_s=NOW_S + 0.55)]), (L, R.URGENT, (1,), (0,))
     ),
-    Case(
-        "and without any target the order is as ever",
-        pass_view([long(RECENT_S, 4000), long(RECENT_S, 1500)]),
-        L,
-        PassReason.NO_SHORT,
-        (1,),
-        (1,),
+    "and without any target the order is as ever": Case(
+        pass_view([long(RECENT_S, 4000), long(RECENT_S, 1500)]), (L, R.NO_SHORT, (1,), (1,))
     ),
-    Case(
-        "nor where more wait than are planned",
+    "nor where more wait than are planned": Case(
         pass_view(
             [
                 *(long(RECENT_S, 1500, deadline_s=KEPT_S) for _ in range(SloKnobs.most_planned)),
                 long(RECENT_S, 4000, deadline_s=NOW_S + 0.55),
             ]
         ),
-        L,
-        PassReason.NO_SHORT,
-        (0,),
-        (0,),
+        (L, R.NO_SHORT, (0,), (0,)),
     ),
-]
+}
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_decide(case: Case) -> None:
-    for decide, selected in ((True, case.selected), (False, case.without)):
+    action, reason, *chosen = case.expected
+    for decide, selected in zip((True, False), chosen, strict=True):
         decision = policy(decide=decide).decide(case.view, NOW_S)
         assert decision.selected == tuple(case.view.waiting[index] for index in selected)
         if decide:
-            assert (decision.action, decision.reason) == (case.action, case.reason)
+            assert (decision.action, decision.reason) == (action, reason)
 
 
 @pytest.mark.parametrize(
     ("name", "gap_s", "reason", "first"),
     [
         # 1,500 and 4,000 tokens take 0.66 s of the 1.2 s, with 1.2 times the time that they take alone.
-        ("nothing arrives", None, PassReason.NO_SHORT, 0),
-        ("what arrives leaves them 70 %", 0.4, PassReason.NO_SHORT, 0),
-        ("what arrives leaves them 40 %", 0.2, PassReason.URGENT, 1),
-        ("what arrives is more than can be done", 0.05, PassReason.URGENT, 1),
+        ("nothing arrives", None, R.NO_SHORT, 0),
+        ("what arrives leaves them 70 %", 0.4, R.NO_SHORT, 0),
+        ("what arrives leaves them 40 %", 0.2, R.URGENT, 1),
+        ("what arrives is more than can be done", 0.05, R.URGENT, 1),
     ],
 )
-def test_the_more_arrives_the_sooner_is_a_long_urgent(
-    name: str, gap_s: float | None, reason: PassReason, first: int
-) -> None:
+def test_the_more_arrives_the_sooner_is_a_long_urgent(name: str, gap_s: float | None, reason: R, first: int) -> None:
     engine_policy = policy(decide=True)
     for count in range(0 if gap_s is None else 20, 0, -1):
         engine_policy.on_arrival(long(new_tokens=1000), NOW_S - (gap_s or 0.0) * (count - 1))
@@ -438,8 +290,8 @@ def test_overdue_requests_have_their_share_of_time_and_no_more(bound_s: float, c
     requests = ran.run()
     first_s, *_, last_s = (request.first_token_s or 0.0 for request in requests[:count])
     assert {line.reason for line in ran.log if line.ran and line.ran[0].new_tokens > 90} <= {
-        PassReason.OVERDUE,
-        PassReason.NO_SHORT,  # before the first short came
+        R.OVERDUE,
+        R.NO_SHORT,  # before the first short came
     }
     assert 0.9 < (count - 1) * long_s / share / (last_s - first_s) < 1.1
     assert [request.rid for request in sorted(requests[:count], key=lambda one: one.first_token_s or 0.0)] == [
@@ -459,7 +311,7 @@ def test_the_share_pays_for_every_chunk_of_an_overdue_long() -> None:
     requests = ran.run()
     ends = sorted(request.first_token_s or 0.0 for request in requests[:2])
     assert 0.9 < long_s / SloKnobs.lasting_share / (ends[1] - ends[0]) < 1.1
-    assert sum(line.reason is PassReason.OVERDUE for line in ran.log) == 2 * 3, "chunks"
+    assert sum(line.reason is R.OVERDUE for line in ran.log) == 2 * 3, "chunks"
 
 
 def test_of_many_overdue_shorts_the_earliest_that_fit_run_and_few_are_looked_at() -> None:

@@ -10,7 +10,8 @@ from support.temporal_scene import KNOBS, NOW_S, RECENT_S, lone_short
 from support.views import FLAT, long, pass_view, short
 
 from pla_sglang.policy.common.step_model import StepModel
-from pla_sglang.policy.interface.prefill import Action, PassDecision, PassReason, PassView, Piggyback, WaitingView
+from pla_sglang.policy.interface.prefill import Action, PassDecision, PassView, Piggyback, WaitingView
+from pla_sglang.policy.interface.prefill import PassReason as R
 from pla_sglang.policy.pla.temporal import TemporalKnobs, TemporalPolicy
 from pla_sglang.policy.slo.knobs import SloKnobs
 from pla_sglang.policy.slo.mixed_batches import MixedBatches, MixedBatchModel, PassCost, plan_mixed_batch
@@ -33,11 +34,10 @@ def policy(
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    name: str
     view: PassView
     action: Action
     piggyback: Piggyback | None
-    reason: PassReason = PassReason.NO_SHORT
+    reason: R = R.NO_SHORT
     tokens: int | None = None  # of the long's chunk
     selected: int | None = None  # how many
     model: MixedBatchModel = DECODE
@@ -46,144 +46,98 @@ class Case:
 TWO_SHORTS = (short(RECENT_S, 90), short(RECENT_S, 90))
 URGENT = short(RECENT_S, 90, deadline_s=NOW_S + 0.015)
 
-CASES = [
-    Case("nothing runs", riding(pass_view([long(RECENT_S)]), running=0), L, None, tokens=1000),
-    Case("the host mixes nothing", pass_view([long(RECENT_S)], running=10), L, None, tokens=1000),
-    Case("without targets they join as it is", riding(pass_view([long(RECENT_S)])), L, Piggyback.TOGETHER, tokens=1000),
-    Case("in time as it is", riding(pass_view([long(RECENT_S)]), slack_s=0.102), L, Piggyback.TOGETHER, tokens=1000),
+CASES = {
+    "nothing runs": Case(riding(pass_view([long(RECENT_S)]), running=0), L, None, tokens=1000),
+    "the host mixes nothing": Case(pass_view([long(RECENT_S)], running=10), L, None, tokens=1000),
+    "without targets they join as it is": Case(riding(pass_view([long(RECENT_S)])), L, Piggyback.TOGETHER, tokens=1000),
+    "in time as it is": Case(riding(pass_view([long(RECENT_S)]), slack_s=0.102), L, Piggyback.TOGETHER, tokens=1000),
     # (tokens + 10 riders) * 0.1 ms
-    Case(
-        "cut for the next token",
-        riding(pass_view([long(RECENT_S)]), slack_s=0.05),
-        L,
-        Piggyback.TOKEN_DEADLINE,
-        tokens=490,
+    "cut for the next token": Case(
+        riding(pass_view([long(RECENT_S)]), slack_s=0.05), L, Piggyback.TOKEN_DEADLINE, tokens=490
     ),
-    Case(
-        "and for what the model errs",
+    "and for what the model errs": Case(
         riding(pass_view([long(RECENT_S)]), slack_s=0.05),
         L,
         Piggyback.TOKEN_DEADLINE,
         tokens=240,
         model=dataclasses.replace(DECODE, error=1.0),
     ),
-    Case(
-        "a chunk under way is cut too",
-        riding(pass_view([], long()), slack_s=0.05),
-        L,
-        Piggyback.TOKEN_DEADLINE,
-        tokens=490,
+    "a chunk under way is cut too": Case(
+        riding(pass_view([], long()), slack_s=0.05), L, Piggyback.TOKEN_DEADLINE, tokens=490
     ),
-    Case(
-        "late, but at the crossing", riding(pass_view([long(RECENT_S)]), slack_s=0.001), L, Piggyback.LATE, tokens=100
+    "late, but at the crossing": Case(
+        riding(pass_view([long(RECENT_S)]), slack_s=0.001), L, Piggyback.LATE, tokens=100
     ),
-    Case(
-        "those that sat out a pass come first",
-        riding(pass_view([long(RECENT_S)]), slack_s=0.001, wait_s=0.02),
-        H,
-        None,
-        PassReason.TOKEN_DEADLINE,
+    "those that sat out a pass come first": Case(
+        riding(pass_view([long(RECENT_S)]), slack_s=0.001, wait_s=0.02), H, None, R.TOKEN_DEADLINE
     ),
-    Case(
-        "a decode step of their own is cheaper",
+    "a decode step of their own is cheaper": Case(
         riding(pass_view([long(RECENT_S)])),
         L,
         Piggyback.ALONE,
         tokens=1000,
         model=MixedBatchModel(base_s=0.001, request_s=0.0, read_s=0.0, extra_s=0.02),
     ),
-    Case(
-        "alone, the pass leaves time for that step",
+    "alone, the pass leaves time for that step": Case(
         riding(pass_view([long(RECENT_S)]), slack_s=0.05),
         L,
         Piggyback.ALONE,
         tokens=490,
         model=MixedBatchModel(base_s=0.001, request_s=0.0, read_s=0.0, extra_s=0.02),
     ),
-    Case(
-        "no KV cache for their tokens",
-        riding(pass_view([long()], kv_free=1000), piggyback_kv_tokens=10),
-        L,
-        Piggyback.NO_ROOM,
+    "no KV cache for their tokens": Case(
+        riding(pass_view([long()], kv_free=1000), piggyback_kv_tokens=10), L, Piggyback.NO_ROOM
     ),
-    Case(
-        "cut to two decode steps where KV cache is short",
-        riding(pass_view([long(RECENT_S)], kv_free=19_000, kv_capacity=100_000)),
-        L,
-        Piggyback.KV_SHORT,
-        tokens=190,
+    "cut to two decode steps where KV cache is short": Case(
+        riding(pass_view([long(RECENT_S)], kv_free=19_000, kv_capacity=100_000)), L, Piggyback.KV_SHORT, tokens=190
     ),
-    Case(
-        "and where its next tokens have more time than that",
+    "and where its next tokens have more time than that": Case(
         riding(pass_view([long(RECENT_S)], kv_free=19_000, kv_capacity=100_000), slack_s=0.05),
         L,
         Piggyback.KV_SHORT,
         tokens=190,
     ),
-    Case(
-        "they come first where they have less",
+    "they come first where they have less": Case(
         riding(pass_view([long(RECENT_S)], kv_free=19_000, kv_capacity=100_000), slack_s=0.015),
         L,
         Piggyback.TOKEN_DEADLINE,
         tokens=139,
     ),
-    Case(
-        "a chunk under way is cut for the cache too",
-        riding(pass_view([], long(), kv_free=19_000, kv_capacity=100_000)),
-        L,
-        Piggyback.KV_SHORT,
-        tokens=190,
+    "a chunk under way is cut for the cache too": Case(
+        riding(pass_view([], long(), kv_free=19_000, kv_capacity=100_000)), L, Piggyback.KV_SHORT, tokens=190
     ),
-    Case(
-        "who overtakes it has to be whole",
+    "who overtakes it has to be whole": Case(
         riding(pass_view([long(RECENT_S, 900)], long(RECENT_S), kv_free=19_000, kv_capacity=100_000)),
         L,
         Piggyback.TOGETHER,
         selected=1,
     ),
-    Case(
-        "a fifth is not short",
-        riding(pass_view([long(RECENT_S)], kv_free=20_000, kv_capacity=100_000)),
-        L,
-        Piggyback.TOGETHER,
-        tokens=1000,
+    "a fifth is not short": Case(
+        riding(pass_view([long(RECENT_S)], kv_free=20_000, kv_capacity=100_000)), L, Piggyback.TOGETHER, tokens=1000
     ),
-    Case("shorts together", riding(pass_view(TWO_SHORTS)), S, Piggyback.TOGETHER, PassReason.NO_GAIN, selected=2),
-    Case(
-        "the last short waits for the next pass",
-        riding(pass_view(TWO_SHORTS), slack_s=0.012),
-        S,
-        Piggyback.TOKEN_DEADLINE,
-        PassReason.NO_GAIN,
-        selected=1,
+    "shorts together": Case(riding(pass_view(TWO_SHORTS)), S, Piggyback.TOGETHER, R.NO_GAIN, selected=2),
+    "the last short waits for the next pass": Case(
+        riding(pass_view(TWO_SHORTS), slack_s=0.012), S, Piggyback.TOKEN_DEADLINE, R.NO_GAIN, selected=1
     ),
-    Case(
-        "one short goes in any case",
-        riding(pass_view([lone_short()]), slack_s=0.001),
-        S,
-        Piggyback.LATE,
-        PassReason.NO_GAIN,
-    ),
-    Case(
-        "who must start now is not left out",
+    "one short goes in any case": Case(riding(pass_view([lone_short()]), slack_s=0.001), S, Piggyback.LATE, R.NO_GAIN),
+    "who must start now is not left out": Case(
         riding(pass_view([TWO_SHORTS[0], URGENT]), slack_s=0.012, wait_s=0.001),
         S,
         Piggyback.TOGETHER,
-        PassReason.SLACK,
+        R.SLACK,
         selected=2,
     ),
-    Case(
-        "who would overtake and be late gives way to the chunk",
+    "who would overtake and be late gives way to the chunk": Case(
         riding(pass_view([long(RECENT_S, 900)], long(RECENT_S)), slack_s=0.05),
         L,
         Piggyback.TOKEN_DEADLINE,
         tokens=490,
         selected=0,
     ),
-]
+}
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_rules(case: Case) -> None:
     made = policy(case.model)
     decision = made.decide(case.view, NOW_S)
@@ -253,7 +207,7 @@ def test_a_step_of_their_own_comes_after_the_pass(
     made.on_pass(first, view, first.selected, NOW_S)
     second = made.decide(riding(pass_view(long_prompts[1:]), wait_s=wait_s), NOW_S + 0.1)
     assert second.action is action, name
-    assert second.reason is (PassReason.DECODE_TURN if action is H else PassReason.NO_SHORT)
+    assert second.reason is (R.DECODE_TURN if action is H else R.NO_SHORT)
 
 
 @pytest.mark.parametrize(
@@ -298,10 +252,10 @@ def test_an_urgent_long_prompt_does_not_run_whole_where_it_is_too_late_for_next_
     """It was to share a pass, with the chunk under way or with the beginning of a larger one."""
     one, larger = long(RECENT_S, first), long(RECENT_S, 3000)
     chunk: WaitingView | None = larger if under_way else None
-    shared = PassDecision(S if under_way else L, PassReason.SLACK, (one,) if under_way else (one, larger), 1000)
+    shared = PassDecision(S if under_way else L, R.SLACK, (one,) if under_way else (one, larger), 1000)
     view = riding(pass_view([one] if under_way else [one, larger], chunk), slack_s=slack_s)
     planned = plan_mixed_batch(shared, view, PassCost(view, FLAT, DECODE), SloKnobs(), now_s=NOW_S, grid_tokens=1)
-    assert (planned.reason, planned.chunk_tokens, planned.piggyback) == (PassReason.SLACK, tokens, piggyback)
+    assert (planned.reason, planned.chunk_tokens, planned.piggyback) == (R.SLACK, tokens, piggyback)
     if action is None:
         assert planned == dataclasses.replace(shared, piggyback=piggyback)
         return

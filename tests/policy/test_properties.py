@@ -153,12 +153,6 @@ def test_all_ranks_decide_alike_and_runs_repeat(
     assert first.log == second.log
 
 
-def test_the_tight_pool_is_tight() -> None:
-    """Of these tests, not of the policy: there are retractions in the runs above."""
-    run = engine([Arrival(0.0, 120, 300)] * 12, TemporalKnobs(), {"kv_tokens": 2000, "growth": 0.1})
-    assert sum(request.retractions for request in run.run()) > 0
-
-
 def test_running_requests_may_grow_into_the_room_of_a_chunk() -> None:
     """Admission has counted a tenth of what they come to hold; the engine fails where the chunk is forced."""
     short_prompts = [Arrival(0.0, 90, 60) for _ in range(21)]

@@ -1,4 +1,4 @@
-"""Every policy by name: it builds, runs a small fleet, and settles under constant load."""
+"""Every policy by name: it builds, its knobs are read, and it settles under constant load."""
 
 from __future__ import annotations
 
@@ -27,16 +27,6 @@ LOADS = [
     pytest.param(4.5, 600, 100, id="2.7 instances of prefill"),
     pytest.param(1.5, 300, 1500, id="decode heavy"),
 ]
-
-
-@pytest.mark.parametrize("name", policy_names())
-def test_every_policy_serves_a_fleet(name: str) -> None:
-    fleet = FluidFleet(build(name, SETUP))
-    fleet.run(60.0, rate_per_s=2.0, input_tokens=400, output_tokens=100, rng=Random(3))
-    fleet.run(60.0, rate_per_s=0.01, input_tokens=400, output_tokens=100, rng=Random(4))
-    assert not any(fleet.prefills.values())
-    assert not any(fleet.running.values())
-    fleet.view.check_integrity()
 
 
 @pytest.mark.parametrize("name", policy_names())
@@ -141,13 +131,6 @@ def test_unknown_names_list_the_known_ones() -> None:
         ConfigError, match="forecaster must be one of last, peak, holt_winters, arima, level, judged, got 'x'"
     ):
         build("dopd", dataclasses.replace(SETUP, forecaster="x"))
-
-
-@pytest.mark.parametrize("forecaster", ["last", "holt_winters", "arima"])
-def test_forecasters_by_name(forecaster: str) -> None:
-    made = dataclasses.replace(SETUP, forecaster=forecaster).make_forecaster()()
-    made.add(5.0)
-    assert made.next_value() == pytest.approx(5.0)
 
 
 @pytest.mark.parametrize("bad", [{"ttft_slo_s": 0.0}, {"tpot_slo_s": 0.0}, {"instances": 0}, {"kv_capacity_tokens": 0}])

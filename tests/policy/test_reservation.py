@@ -56,55 +56,38 @@ def told(turns: Sequence[Reservation]) -> list[tuple[str, ReservationReason]]:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    name: str
     waiting: tuple[WaitingView, ...]
     order: tuple[tuple[str, ReservationReason], ...]
 
 
-CASES = [
-    Case(
-        "the least slack first, whoever came first",
-        (part("a", age_s=1, due_in_s=2), part("b", due_in_s=1)),
-        (("b", SLACK), ("a", SLACK)),
+CASES = {
+    "the least slack first, whoever came first": Case(
+        (part("a", age_s=1, due_in_s=2), part("b", due_in_s=1)), (("b", SLACK), ("a", SLACK))
     ),
-    Case(
-        "equal slack: who came first",
-        (part("a", due_in_s=1), part("b", due_in_s=1)),
-        (("a", SLACK), ("b", SLACK)),
-    ),
-    Case(
-        "who cannot be in time goes behind, in order of arrival",
+    "equal slack: who came first": Case((part("a", due_in_s=1), part("b", due_in_s=1)), (("a", SLACK), ("b", SLACK))),
+    "who cannot be in time goes behind, in order of arrival": Case(
         (part("a", age_s=2, due_in_s=-1), part("b", age_s=3, due_in_s=-2), part("c", due_in_s=4)),
         (("c", SLACK), ("b", INFEASIBLE), ("a", INFEASIBLE)),
     ),
-    Case(
-        "a stream that stands still before a first token with slack; it is never infeasible",
+    "a stream that stands still before a first token with slack; it is never infeasible": Case(
         (part("new", due_in_s=0.5), part("begun", due_in_s=0.1, begun=True), part("late", due_in_s=-1, begun=True)),
         (("late", SLACK), ("begun", SLACK), ("new", SLACK)),
     ),
-    Case(
-        "and without a target its next token is due since it came",
-        (part("new", due_in_s=0.5), part("begun", begun=True)),
-        (("begun", SLACK), ("new", SLACK)),
+    "and without a target its next token is due since it came": Case(
+        (part("new", due_in_s=0.5), part("begun", begun=True)), (("begun", SLACK), ("new", SLACK))
     ),
-    Case(
-        "a new one without a target is due its bound after it came",
+    "a new one without a target is due its bound after it came": Case(
         (part("none", age_s=5), part("far", due_in_s=20), part("near", due_in_s=4)),
         (("near", SLACK), ("none", UNTARGETED), ("far", SLACK)),
     ),
-    Case(
-        "a better priority first, and it says so where that passes less slack",
-        (
-            part("low", due_in_s=1, priority_rank=1),
-            part("high", due_in_s=2),
-            part("higher", due_in_s=0.5),
-        ),
+    "a better priority first, and it says so where that passes less slack": Case(
+        (part("low", due_in_s=1, priority_rank=1), part("high", due_in_s=2), part("higher", due_in_s=0.5)),
         (("higher", SLACK), ("high", PRIORITY), ("low", SLACK)),
     ),
-]
+}
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_order(case: Case) -> None:
     assert told(sort(deciding(), case.waiting)) == list(case.order)
 

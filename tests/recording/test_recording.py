@@ -148,13 +148,6 @@ def test_another_seed_is_found_out(tmp_path: Path) -> None:
     assert main([str(path), "--require", "0.99"]) == 1
 
 
-def test_another_boundary_is_found_out(tmp_path: Path) -> None:
-    path = tmp_path / "run.jsonl"
-    record(path, "pla", boundary_tokens=256)
-    rewritten(path, '"boundary_tokens":256', '"boundary_tokens":700')
-    assert replay_file(path)[1].identical_share < 1.0
-
-
 def test_a_boundary_that_learned_nothing_is_found_out(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     record(path, "pla")

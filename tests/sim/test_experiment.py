@@ -143,6 +143,7 @@ def test_find_capacity_on_the_command_line(trace_file: Path, capsys: pytest.Capt
         (("--instances", "0"), "--instances 0 is out of range; allowed: at least 1"),
         (("--window", "900,901"), "--window 900,901 is empty; t.csv has 80 requests from "),
         (("--window", "900"), "--window needs two numbers; allowed: START,END"),
+        (("--window", "9,3"), "--window 9,3 is not allowed; allowed: 0 <= START < END"),
         (("--jobs", "0"), "--jobs 0 is out of range; allowed: at least 1"),
         (("--slo-tpot-ms", "0"), "--slo-tpot-ms 0 is out of range; allowed: above 0 ms"),
         (

@@ -73,36 +73,26 @@ def test_no_requests_and_ragged_columns() -> None:
         Served(nothing, nothing, nothing, np.array([1]))
 
 
-def test_capacity_finds_a_known_edge() -> None:
-    found = find_capacity(lambda rate: 1.0 if rate <= 7.3 else 0.5, low_per_s=1, high_per_s=64, tolerance=0.01)
-    assert found.held_per_s is not None
-    assert found.failed_per_s is not None
-    assert found.held_per_s <= 7.3 < found.failed_per_s
-    assert found.failed_per_s / found.held_per_s <= 1.01
-    assert len(found.tried) < 14
-
-
-@pytest.mark.parametrize("start_per_s", [1.0, 2.0, 7.0, 7.3, 7.5, 30.0, 64.0])
-def test_capacity_from_an_estimate_finds_the_same_edge(start_per_s: float) -> None:
+@pytest.mark.parametrize("start_per_s", [None, 1.0, 2.0, 7.0, 7.3, 7.5, 30.0, 64.0])
+def test_capacity_finds_a_known_edge_from_any_estimate_and_from_none(start_per_s: float | None) -> None:
     edge = find_capacity(
         lambda rate: 1.0 if rate <= 7.3 else 0.5, low_per_s=1, high_per_s=64, tolerance=0.01, start_per_s=start_per_s
     )
     assert edge.held_per_s is not None
     assert edge.failed_per_s is not None
     assert edge.held_per_s <= 7.3 < edge.failed_per_s <= 1.01 * edge.held_per_s
-    assert edge.tried[0][0] == start_per_s
+    assert edge.tried[0][0] == (start_per_s or 1.0)
+    assert len(edge.tried) < 20
 
 
-def test_capacity_from_an_estimate_outside_the_bounds() -> None:
-    none = find_capacity(lambda rate: 0.0, low_per_s=1, high_per_s=64, start_per_s=9)
-    every = find_capacity(lambda rate: 1.0, low_per_s=1, high_per_s=64, start_per_s=9)
+@pytest.mark.parametrize("start_per_s", [None, 9])
+def test_capacity_outside_the_bounds(start_per_s: float | None) -> None:
+    none, every = (
+        find_capacity(lambda rate, share=share: share, low_per_s=1, high_per_s=64, start_per_s=start_per_s)
+        for share in (0.0, 1.0)
+    )
     assert (none.held_per_s, none.failed_per_s) == (None, 1)
     assert (every.held_per_s, every.failed_per_s) == (64, None)
-
-
-def test_capacity_outside_the_bounds() -> None:
-    assert find_capacity(lambda rate: 0.0, low_per_s=1, high_per_s=2).held_per_s is None
-    assert find_capacity(lambda rate: 1.0, low_per_s=1, high_per_s=2).failed_per_s is None
 
 
 @pytest.mark.parametrize(

@@ -19,14 +19,13 @@ from pla_sglang.common.errors import ConfigError
 from pla_sglang.profiles import StepProfile, load_profile
 from pla_sglang.sim.core.experiment import Experiment, run_experiment
 from pla_sglang.sim.core.lower_bound import (
-    Charge,
     Demands,
     charge_requests,
     choose_windows,
     count_overlaps,
     find_demands,
 )
-from pla_sglang.sim.core.paid_starts import Bins, Prices, cut_bins, find_path, least_with_starts
+from pla_sglang.sim.core.paid_starts import Bins, Prices, find_path, least_with_starts
 from pla_sglang.sim.core.upper_bound import LeastWork
 from pla_sglang.sim.metrics.goodput import Slo
 from pla_sglang.sim.planning.lower_bound import BoundResult, BoundTask, find_lower_bound, join_parts
@@ -204,17 +203,6 @@ def missed(fleet: tuple[int, ...], starts: np.ndarray, lengths: list[int], charg
         room = sum(fleet[start : start + length])
         count += next(given for given in range(len(values) + 1) if sum(values[given:]) <= room + 1e-12)
     return count
-
-
-def test_charges_belong_to_the_bin_that_holds_their_window() -> None:
-    demands = make_demands([(0.0, 4.0), (1.0, 12.0), (30.0, 40.0), (31.0, 33.0)], [1.0] * 4)
-    charge = Charge(np.full(4, 0.25), np.full(4, 0.5))
-    bins = cut_bins(demands, charge, np.array([0.0, 10.0, 20.0, 30.0, 40.0]))
-    assert bins.start_s.tolist() == [0.0, 10.0, 30.0]
-    assert bins.length_s.tolist() == [10.0, 20.0, 10.0]
-    assert bins.first.tolist() == [0, 3, 4]
-    assert bins.left_s.tolist() == [1.0, 0.25, 0.0, 0.0, 1.5, 0.75, 0.0]
-    assert bins.dearest_s.tolist() == [0.75, 0.25, 0.0, 0.0, 0.75, 0.75, 0.0]
 
 
 # -- against simulated fleets ------------------------------------------------------------------------------------------

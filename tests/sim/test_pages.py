@@ -41,7 +41,6 @@ from pla_sglang.sim.report.verdict import (
     describe_capacities,
     describe_knees,
     describe_runs,
-    find_best,
     find_knees,
     list_short_spans,
 )
@@ -165,25 +164,6 @@ def test_every_figure_has_its_place_caption_and_numbers(run_page: Page) -> None:
         for drawn in figure["data"]:
             assert len(drawn["x"]) == (len(drawn["y"]) if drawn["type"] != "heatmap" else len(drawn["z"][0]))
             assert "<extra></extra>" in drawn["hovertemplate"]
-
-
-def test_sections_name_the_rate_that_they_show(run_page: Page, outcomes: list[ExperimentResult]) -> None:
-    headings = [section.heading for section in run_page.sections]
-    assert headings[:5] == [
-        "Attainment by rate",
-        "Goodput by rate",
-        "All runs",
-        "Distribution of the time to the first token",
-        "Distribution of the time per token",
-    ]
-    best = find_best(outcomes, 0.9)
-    assert next(section.heading for section in run_page.sections[5:]).endswith(f": {best}")
-    for policy in POLICIES:
-        of_policy = [section for section in run_page.sections if section.heading.endswith(f": {policy}")]
-        kinds = [section.heading.partition(":")[0] for section in of_policy]
-        assert kinds == ["Pools over time", "Instances over time", "Decisions by reason", "Slowest requests"]
-        assert all(f"{policy} at 200 requests/s, its highest rate." in section.caption for section in of_policy)
-        assert all(section.folded is (policy != best) for section in of_policy)
 
 
 def test_roles_and_policies_keep_their_colours(run_page: Page) -> None:

@@ -1,7 +1,4 @@
-"""Where queueing theory is exact, the simulator agrees with it.
-
-It agrees with one queue before the servers, wait by wait; and the mean wait of that queue is the formula's.
-"""
+"""Where queueing theory is exact, the simulator agrees with it: with one queue before the servers, wait by wait."""
 
 from __future__ import annotations
 
@@ -24,7 +21,6 @@ from pla_sglang.sim.workload.trace import Trace
 
 TOKEN_S = 1e-3
 SIMULATED = 8_000  # each wait is compared, so that no more are needed
-SUMMED = 300_000  # the mean wait of 120,000 requests still scatters by 1 % at load 0.5
 ONE_AT_A_TIME = InstanceSpec(profile(token_s=TOKEN_S))
 TWO_POINT = LengthModel((0.8, 0.2), (math.log(50), math.log(300)), (0.0, 0.0))
 LOG_NORMAL = LengthModel((1.0,), (4.4,), (0.6,), most=2000)
@@ -88,30 +84,3 @@ def test_every_single_wait_is_that_of_one_queue(make_trace: Callable[[int], Trac
     expected = waits_of_one_queue(trace, servers)
     assert np.count_nonzero(expected) > SIMULATED / 10
     assert waits(trace, servers) == pytest.approx(expected, abs=1e-9)
-
-
-def test_mg1_waiting_is_pollaczek_khinchine() -> None:
-    """W = lambda E[S^2] / (2 (1 - rho)), with the moments of this sample."""
-    trace = mg1_trace(SUMMED)
-    service_s = trace.input_tokens * TOKEN_S
-    rate = trace.rate_per_s
-    expected_s = rate * np.mean(service_s**2) / (2 * (1 - rate * np.mean(service_s)))
-    assert waits_of_one_queue(trace).mean() == pytest.approx(expected_s, rel=0.02)
-
-
-@pytest.mark.parametrize(("servers", "load"), [(2, 0.6), (4, 0.7)])
-def test_mmc_waiting_is_erlang_c(servers: int, load: float) -> None:
-    trace = mmc_trace(SUMMED, servers, load)
-    mean_s = float(trace.input_tokens.mean()) * TOKEN_S
-    offered = trace.rate_per_s * mean_s
-    expected_s = erlang_c_wait_s(servers, offered, mean_s)
-    assert waits_of_one_queue(trace, servers).mean() == pytest.approx(expected_s, rel=0.02)
-
-
-def erlang_c_wait_s(servers: int, offered: float, mean_s: float) -> float:
-    """Mean wait of M/M/c with ``offered`` Erlangs."""
-    blocked = 1.0  # Erlang B by its recursion
-    for one in range(1, servers + 1):
-        blocked = offered * blocked / (one + offered * blocked)
-    waiting = blocked / (1 - offered / servers * (1 - blocked))
-    return waiting * mean_s / (servers - offered)

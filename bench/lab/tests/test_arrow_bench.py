@@ -143,14 +143,6 @@ def test_a_run_that_is_not_valid_says_nothing_and_can_be_measured_again(
     assert (again["valid"], again["arms_open"]) == (True, 0)
 
 
-def test_rates_follow_from_the_rows(live: LiveStandIns, tmp_path: Path, capsys: Any) -> None:
-    result = run_bench(tmp_path, capsys, "--workloads", "hol")
-    again = AGAIN["arrow"](result)
-    assert {"rate_at_90", "missed_at_90", "bracketed", *bench.RATIOS} <= set(again)
-    result["rate_at_90"]["hol"]["arrow"] *= STEP
-    assert dict(AGAIN["arrow"](result)) == dict(again), "what the file says of rates is not used"
-
-
 def test_the_workload_that_turns(live: LiveStandIns, tmp_path: Path, capsys: Any) -> None:
     result = run_bench(tmp_path, capsys, "--turning")
     unified = [f"unified-{chunk_tokens}" for chunk_tokens in (512, 1024, 2048, 4096, 8192)]
@@ -178,13 +170,6 @@ def test_the_mix_turns_and_every_split_is_fixed() -> None:
     assert {bool(tokens > 500) for tokens in prompts[200:]} == {True, False}
     assert [arm.name for arm in bench.fixed_arms(4)[5:]] == ["1+3", "2+2", "3+1"]
     assert bench.fixed_arms(4)[7].counts(4) == {"prefill": 3, "decode": 1}
-
-
-def test_traces_have_the_profiles_of_the_comparison() -> None:
-    options = BENCHES["arrow"].parse()
-    named = {name: bench.with_profile(options, name).profile for name in ("azure_code", "azure_conv")}
-    assert named == {"azure_code": "h100-llama3.1-8b-tp1", "azure_conv": "h100-llama70b-fp8-dopd"}
-    assert (options.requests, options.turns, options.instances, options.time_scale) == (1000, 2, 4, 2.0)
 
 
 def test_bad_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

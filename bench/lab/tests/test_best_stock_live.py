@@ -15,7 +15,6 @@ import pytest
 
 from bench.harness import live_fleet
 from bench.harness.arms import INTERVAL
-from bench.harness.bench import ROOT
 from bench.harness.catalogue import BENCHES
 from bench.harness.replay import Planned, Record
 from bench.lab import best_stock_live as bench
@@ -132,25 +131,6 @@ def test_a_claim_takes_a_run_of_each_arm_at_another_target(
     assert ratios["vs_best_stock_at_least"]["hol"] == pytest.approx(1.5**2)
     assert ratios["vs_best_stock"] == {"hol": None}, "nobody knows what stock holds"
     assert "at least 2.25 x" in bench.page(shown | ratios)
-
-
-def test_rows_have_what_a_run_on_engines_has(servers: Servers, tmp_path: Path, capsys: Any) -> None:
-    """The kept result of ``fidelity`` is of real engines, and its live columns are made by the same code."""
-    real = json.loads((ROOT / "bench/results/emulated/fidelity.json").read_text(encoding="utf-8"))["by_case"]
-    run_bench(tmp_path, capsys, "--turns", "1")
-    [row, *_] = [json.loads(line)["row"] for line in (tmp_path / "best_stock_live.steps.jsonl").open()]
-    assert set(row) - {"points", "rung", "flips"} <= set(next(iter(real.values())))
-    live = {"row", "sent_s", "input_tokens", "output_tokens", "live_first_s", "live_finish_s"}
-    assert set(row["points"]) == live
-    assert set(row["points"]["output_tokens"]) == {100}
-
-
-def test_a_second_run_measures_nothing_again(servers: Servers, tmp_path: Path, capsys: Any) -> None:
-    first = run_bench(tmp_path, capsys, "--turns", "9")
-    started = len(servers.clusters)
-    again = run_bench(tmp_path, capsys, "--turns", "9")
-    assert len(servers.clusters) == started
-    assert {key: again[key] for key in ("rate_at_90", "rows")} == {key: first[key] for key in ("rate_at_90", "rows")}
 
 
 def test_a_rate_that_is_not_bracketed_gives_no_ratio_where_it_is_stocks(

@@ -132,15 +132,6 @@ def test_a_follow_up_computes_its_new_tokens_only(ranks: int, turns: list[int]) 
     assert len({rank for rank, _ in sent}) == 1
 
 
-def test_the_second_turn_of_a_long_is_classed_where_its_history_is() -> None:
-    """152 of 2,200 tokens are new on the long rank that has the others: short, but not for another rank."""
-    server = Server(4)
-    assert server.send("first", prompt(1, 2048)) == (2, 2048)
-    server.pass_time(1.0)
-    assert server.send("second", prompt(1, 2200)) == (2, 152)
-    assert server.pools.count_decisions()["dispatched"] == {"pla.long": 1, "pla.holder": 1}
-
-
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(("ranks", "short_ranks"), [(4, 2), (5, 2), (8, 4)])
 def test_conversations_side_by_side_stay_where_they_are(ranks: int, short_ranks: int, seed: int) -> None:
@@ -181,17 +172,6 @@ def test_an_overloaded_holder_is_left_once(ranks: int) -> None:
     assert server.send("fourth, it is free again", prompt(1, 2400)) == (other, 2400 - 35 * BLOCK_TOKENS)
 
 
-@pytest.mark.parametrize(("busy_s", "stays"), [(0.15, True), (0.2, True), (0.21, False), (0.4, False)])
-def test_a_holder_is_preferred_up_to_what_it_saves(busy_s: float, stays: bool) -> None:
-    """It saves 2,048 tokens: 0.2048 s."""
-    server = Server(4)
-    holder, _ = server.send("first", prompt(1, 2048))
-    server.pass_time(1.0)
-    server.keep_busy(holder, busy_s)
-    rank, _ = server.send("second", prompt(1, 2200))
-    assert (rank == holder) is stays
-
-
 def test_a_holder_that_has_changed_pools_is_still_the_holder() -> None:
     server = Server(4)
     holder, _ = server.send("first", prompt(1, 2048))
@@ -201,16 +181,3 @@ def test_a_holder_that_has_changed_pools_is_still_the_holder() -> None:
     server.pools.order_role(holder, "long", server.now_s)
     server.pass_time(1.0)
     assert server.send("third", prompt(1, 4000)) == (holder, 4000 - 34 * BLOCK_TOKENS)
-
-
-def test_a_system_prompt_that_all_ranks_have_leaves_the_pools_as_they_are() -> None:
-    """Where all hold equally much, the class decides: by what is new, after 512 tokens that are not."""
-    server = Server(4)
-    system = prompt(9, 512)
-    for rank in range(4):
-        server.pools.note_external(rank, f"warm-{rank}", system, 0.0)
-        server.ranks[rank].add_prompt(system)
-    server.pass_time(1.0)
-    shorts = [server.send(f"short-{n}", [*system, *prompt(n, 100)])[0] for n in range(1, 3)]
-    longs = [server.send(f"long-{n}", [*system, *prompt(n, 3000)])[0] for n in range(11, 13)]
-    assert (sorted(shorts), sorted(longs)) == ([0, 1], [2, 3])

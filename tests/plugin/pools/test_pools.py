@@ -8,7 +8,7 @@ import pytest
 
 from pla_sglang.load.report import Backlog, PassTiming, PassTotals, Report
 from pla_sglang.plugin.config import PlaConfig
-from pla_sglang.plugin.engine.pools.driver import BLOCK_TOKENS, OPERATOR, Pools, make_curve
+from pla_sglang.plugin.engine.pools.driver import BLOCK_TOKENS, OPERATOR, Pools
 from pla_sglang.policy.common.joining import split_ranks
 from pla_sglang.policy.common.step_model import StepModel
 
@@ -50,11 +50,6 @@ def busy(seconds: float) -> Backlog:
 )
 def test_start_roles(ranks: int, shorts: int | None, expected: list[str]) -> None:
     assert [length_class.value for length_class in split_ranks(ranks, shorts)] == expected
-
-
-def test_the_floor_is_paid_by_every_request() -> None:
-    curve = make_curve(StepModel(g0_s=0.02, gw_s=0.0, gr_s=2e-8, k0_s=0.03, b_s=1e-5, a_s=1e-10, kr_s=1e-8))
-    assert (curve.c0_s, curve.c1_s, curve.c2_s, curve.c3_s) == (0.03, 1e-5, 1e-10, 2e-8)
 
 
 def test_requests_go_to_the_pool_of_their_length() -> None:
@@ -110,12 +105,6 @@ def test_a_request_that_names_its_rank_counts_there() -> None:
     pools.note_external(0, "a", [1] * 5000, 0.0)
     assert (pools.external, pools.fleet.instances[0].queued_tokens) == (1, 5000)
     assert pools.count_decisions()["dispatched"] == {}
-
-
-def test_with_one_pool_empty_its_class_goes_to_the_other() -> None:
-    pools, _ = make(2, short_ranks=2)
-    assert pools.place_request("long", [1] * 5000, 0.0) in (0, 1)
-    assert pools.count_decisions()["dispatched"] == {"pla.spill": 1}
 
 
 def test_the_fit_sees_the_passes_of_all_ranks() -> None:

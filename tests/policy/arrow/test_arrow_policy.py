@@ -30,7 +30,6 @@ def policy(**changes: Any) -> ArrowPolicy:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    name: str
     view: FleetView
     chosen: str | None
     reason: R
@@ -39,86 +38,57 @@ class Case:
     now_s: float = 0.0
 
 
-PREFILLS = [
-    Case("t1, least delay", fleet(prefill(queued_tokens=9), prefill(queued_tokens=5), decode()), "i1", R.PREFILL_SLO),
-    Case("exactly on target", fleet(prefill(queued_tokens=880), decode()), "i0", R.PREFILL_SLO),
-    Case("t1 although t2 is idle", fleet(d2p(), prefill(queued_tokens=800), decode()), "i1", R.PREFILL_SLO),
-    Case("t2 when t1 is late", fleet(d2p(), prefill(**LATE), decode()), "i0", R.PREFILL_SLO_MIXED),
-    Case("no prefill pool: t2", fleet(d2p(), decode()), "i0", R.PREFILL_SLO_MIXED),
-    Case("flip", fleet(prefill(**LATE), decode(context_tokens=9), decode(context_tokens=5)), "i2", R.PREFILL_FLIP),
-    Case("P->D is taken back first", fleet(prefill(**LATE), decode(), p2d()), "i2", R.PREFILL_FLIP),
-    Case("last decode stays", fleet(prefill(**LATE), decode()), "i0", R.PREFILL_FALLBACK, R.HOLD_LAST),
-    Case(
-        "decode first: 701 tokens on the one that would stay",
-        fleet(prefill(**LATE), decode(context_tokens=701), decode()),
-        "i0",
-        R.PREFILL_FALLBACK,
-        R.HOLD_OVERLOAD,
+PREFILLS = {
+    "t1, least delay": Case(fleet(prefill(queued_tokens=9), prefill(queued_tokens=5), decode()), "i1", R.PREFILL_SLO),
+    "exactly on target": Case(fleet(prefill(queued_tokens=880), decode()), "i0", R.PREFILL_SLO),
+    "t1 although t2 is idle": Case(fleet(d2p(), prefill(queued_tokens=800), decode()), "i1", R.PREFILL_SLO),
+    "t2 when t1 is late": Case(fleet(d2p(), prefill(**LATE), decode()), "i0", R.PREFILL_SLO_MIXED),
+    "no prefill pool: t2": Case(fleet(d2p(), decode()), "i0", R.PREFILL_SLO_MIXED),
+    "flip": Case(fleet(prefill(**LATE), decode(context_tokens=9), decode(context_tokens=5)), "i2", R.PREFILL_FLIP),
+    "P->D is taken back first": Case(fleet(prefill(**LATE), decode(), p2d()), "i2", R.PREFILL_FLIP),
+    "last decode stays": Case(fleet(prefill(**LATE), decode()), "i0", R.PREFILL_FALLBACK, R.HOLD_LAST),
+    "decode first: 701 tokens on the one that would stay": Case(
+        fleet(prefill(**LATE), decode(context_tokens=701), decode()), "i0", R.PREFILL_FALLBACK, R.HOLD_OVERLOAD
     ),
-    Case("700 would be low", fleet(prefill(**LATE), decode(context_tokens=700), decode()), "i2", R.PREFILL_FLIP),
-    Case(
-        "decodes of prompts that wait for their prefill are no decode load",
-        fleet(prefill(**LATE), decode(**NAMED), decode(**NAMED, context_tokens=700)),
-        "i1",
-        R.PREFILL_FLIP,
+    "700 would be low": Case(fleet(prefill(**LATE), decode(context_tokens=700), decode()), "i2", R.PREFILL_FLIP),
+    "decodes of prompts that wait for their prefill are no decode load": Case(
+        fleet(prefill(**LATE), decode(**NAMED), decode(**NAMED, context_tokens=700)), "i1", R.PREFILL_FLIP
     ),
-    Case(
-        "decodes that arrive are",
+    "decodes that arrive are": Case(
         fleet(prefill(**LATE), decode(waiting_decodes=1, waiting_decode_tokens=701), decode()),
         "i0",
         R.PREFILL_FALLBACK,
         R.HOLD_OVERLOAD,
     ),
-    Case(
-        "the one that flips is the one with the least to decode, named ones counted",
-        fleet(prefill(**LATE), decode(**NAMED), decode(context_tokens=5)),
-        "i2",
-        R.PREFILL_FLIP,
+    "the one that flips is the one with the least to decode, named ones counted": Case(
+        fleet(prefill(**LATE), decode(**NAMED), decode(context_tokens=5)), "i2", R.PREFILL_FLIP
     ),
-    Case(
-        "decode first: token interval above target",
+    "decode first: token interval above target": Case(
         fleet(prefill(**LATE), decode(token_interval_s=0.06), decode(token_interval_s=0.05)),
         "i0",
         R.PREFILL_FALLBACK,
         R.HOLD_OVERLOAD,
     ),
-    Case(
-        "late anyway: no flip is wasted on it",
-        fleet(prefill(), decode(), decode()),
-        "i0",
-        R.PREFILL_FALLBACK,
-        R.HOLD_LATE,
-        request=request(2000),
+    "late anyway: no flip is wasted on it": Case(
+        fleet(prefill(), decode(), decode()), "i0", R.PREFILL_FALLBACK, R.HOLD_LATE, request=request(2000)
     ),
-    Case(
-        "the fallback is t1, not the idle t2",
-        fleet(d2p(**LATE), prefill(queued_tokens=990), decode()),
-        "i1",
-        R.PREFILL_FALLBACK,
-        R.HOLD_LAST,
+    "the fallback is t1, not the idle t2": Case(
+        fleet(d2p(**LATE), prefill(queued_tokens=990), decode()), "i1", R.PREFILL_FALLBACK, R.HOLD_LAST
     ),
-    Case("time already waited counts", fleet(prefill(), d2p()), "i0", R.PREFILL_FALLBACK, R.HOLD_LAST, now_s=0.95),
-    Case("target of the request", fleet(prefill(**LATE)), "i0", R.PREFILL_SLO, request=request(ttft_slo_s=2.0)),
-    Case(
-        "uncached tokens decide",
-        fleet(prefill(queued_tokens=50), prefill(), decode()),
-        "i0",
-        R.PREFILL_SLO,
-        request=request(cached={0: 90}),
+    "time already waited counts": Case(fleet(prefill(), d2p()), "i0", R.PREFILL_FALLBACK, R.HOLD_LAST, now_s=0.95),
+    "target of the request": Case(fleet(prefill(**LATE)), "i0", R.PREFILL_SLO, request=request(ttft_slo_s=2.0)),
+    "uncached tokens decide": Case(
+        fleet(prefill(queued_tokens=50), prefill(), decode()), "i0", R.PREFILL_SLO, request=request(cached={0: 90})
     ),
-    Case(
-        "a cached prefix behind a long queue does not pay",
-        fleet(prefill(queued_tokens=100), prefill(), decode()),
-        "i1",
-        R.PREFILL_SLO,
-        request=request(cached={0: 90}),
+    "a cached prefix behind a long queue does not pay": Case(
+        fleet(prefill(queued_tokens=100), prefill(), decode()), "i1", R.PREFILL_SLO, request=request(cached={0: 90})
     ),
-    Case("only decodes: the least backlog of all", fleet(decode()), "i0", R.PREFILL_FALLBACK, R.HOLD_LAST),
-    Case("nobody", fleet(), None, R.NO_INSTANCE),
-]
+    "only decodes: the least backlog of all": Case(fleet(decode()), "i0", R.PREFILL_FALLBACK, R.HOLD_LAST),
+    "nobody": Case(fleet(), None, R.NO_INSTANCE),
+}
 
 
-@pytest.mark.parametrize("case", PREFILLS, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", PREFILLS.values(), ids=PREFILLS)
 def test_algorithm_1(case: Case) -> None:
     answer = policy().dispatch(case.request, case.view, case.now_s)
     assert (answer.prefill.name if answer.prefill else None, answer.reason) == (case.chosen, case.reason)
@@ -132,47 +102,33 @@ def test_algorithm_1(case: Case) -> None:
 
 
 FULL = {"context_tokens": 1001}
-DECODES = [
-    Case("t1, least tokens", fleet(prefill(), decode(context_tokens=9), decode(context_tokens=5)), "i2", R.DECODE_SLO),
-    Case("exactly Max Running Tokens", fleet(prefill(), decode(context_tokens=1000)), "i1", R.DECODE_SLO),
-    Case(
-        "named ones count in the choice",
-        fleet(prefill(), decode(**NAMED), decode(context_tokens=5)),
-        "i2",
-        R.DECODE_SLO,
+DECODES = {
+    "t1, least tokens": Case(fleet(prefill(), decode(context_tokens=9), decode(context_tokens=5)), "i2", R.DECODE_SLO),
+    "exactly Max Running Tokens": Case(fleet(prefill(), decode(context_tokens=1000)), "i1", R.DECODE_SLO),
+    "named ones count in the choice": Case(
+        fleet(prefill(), decode(**NAMED), decode(context_tokens=5)), "i2", R.DECODE_SLO
     ),
-    Case("but are no reason to flip", fleet(prefill(), prefill(), decode(**NAMED)), "i2", R.DECODE_SLO),
-    Case("t2 when t1 is full", fleet(prefill(), decode(**FULL), p2d()), "i2", R.DECODE_SLO_MIXED),
-    Case("t2 when t1 is slow", fleet(prefill(), decode(token_interval_s=0.051), p2d()), "i2", R.DECODE_SLO_MIXED),
-    Case("flip, least prefill delay", fleet(prefill(queued_tokens=9), prefill(), decode(**FULL)), "i1", R.DECODE_FLIP),
-    Case("D->P is taken back first", fleet(prefill(), d2p(queued_tokens=9), decode(**FULL)), "i1", R.DECODE_FLIP),
-    Case(
-        "flip whatever the prefill load",
-        fleet(prefill(queued_tokens=90_000), prefill(queued_tokens=80_000), decode(**FULL)),
-        "i1",
-        R.DECODE_FLIP,
+    "but are no reason to flip": Case(fleet(prefill(), prefill(), decode(**NAMED)), "i2", R.DECODE_SLO),
+    "t2 when t1 is full": Case(fleet(prefill(), decode(**FULL), p2d()), "i2", R.DECODE_SLO_MIXED),
+    "t2 when t1 is slow": Case(fleet(prefill(), decode(token_interval_s=0.051), p2d()), "i2", R.DECODE_SLO_MIXED),
+    "flip, least prefill delay": Case(fleet(prefill(queued_tokens=9), prefill(), decode(**FULL)), "i1", R.DECODE_FLIP),
+    "D->P is taken back first": Case(fleet(prefill(), d2p(queued_tokens=9), decode(**FULL)), "i1", R.DECODE_FLIP),
+    "flip whatever the prefill load": Case(
+        fleet(prefill(queued_tokens=90_000), prefill(queued_tokens=80_000), decode(**FULL)), "i1", R.DECODE_FLIP
     ),
-    Case("last prefill stays", fleet(prefill(), decode(**FULL)), "i1", R.DECODE_FALLBACK, R.HOLD_LAST),
-    Case(
-        "fallback: the smaller of both",
-        fleet(prefill(), decode(context_tokens=1500), p2d(context_tokens=1400)),
-        "i2",
-        R.DECODE_FALLBACK,
-        R.HOLD_LAST,
+    "last prefill stays": Case(fleet(prefill(), decode(**FULL)), "i1", R.DECODE_FALLBACK, R.HOLD_LAST),
+    "fallback: the smaller of both": Case(
+        fleet(prefill(), decode(context_tokens=1500), p2d(context_tokens=1400)), "i2", R.DECODE_FALLBACK, R.HOLD_LAST
     ),
-    Case(
-        "fallback: t1 of equals",
-        fleet(prefill(), p2d(context_tokens=1500), decode(context_tokens=1500)),
-        "i2",
-        R.DECODE_FALLBACK,
-        R.HOLD_LAST,
+    "fallback: t1 of equals": Case(
+        fleet(prefill(), p2d(context_tokens=1500), decode(context_tokens=1500)), "i2", R.DECODE_FALLBACK, R.HOLD_LAST
     ),
-    Case("nobody decodes: stays where it is", fleet(prefill()), "i0", R.DECODE_FALLBACK, R.HOLD_LAST),
-    Case("nobody", fleet(), None, R.NO_INSTANCE),
-]
+    "nobody decodes: stays where it is": Case(fleet(prefill()), "i0", R.DECODE_FALLBACK, R.HOLD_LAST),
+    "nobody": Case(fleet(), None, R.NO_INSTANCE),
+}
 
 
-@pytest.mark.parametrize("case", DECODES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", DECODES.values(), ids=DECODES)
 def test_algorithm_2(case: Case) -> None:
     done = dataclasses.replace(case.request, prefilled_on=case.view.instances[0] if case.view.instances else None)
     answer = policy().place_decode(done, case.view, case.now_s)
@@ -195,44 +151,41 @@ def test_not_if_that_is_dead() -> None:
     assert (answer.decode, answer.reason) == (view.instances[1], R.DECODE_SLO)
 
 
-TICKS: list[tuple[str, FleetView, str | None, Role | None, R]] = [
-    ("steady", fleet(prefill(queued_tokens=1), decode()), None, None, R.STEADY),
-    ("P->D has settled", fleet(prefill(), p2d(context_tokens=5)), "i1", Role.DECODE, R.DRAINED),
-    ("D->P has settled", fleet(d2p(queued_tokens=5), decode()), "i0", Role.PREFILL, R.DRAINED),
-    ("D->P with a decode on its way has not", fleet(d2p(waiting_decodes=1), decode()), None, None, R.STEADY),
-    (
-        "trigger 2: token interval",
+TICKS: dict[str, tuple[FleetView, str | None, Role | None, R]] = {
+    "steady": (fleet(prefill(queued_tokens=1), decode()), None, None, R.STEADY),
+    "P->D has settled": (fleet(prefill(), p2d(context_tokens=5)), "i1", Role.DECODE, R.DRAINED),
+    "D->P has settled": (fleet(d2p(queued_tokens=5), decode()), "i0", Role.PREFILL, R.DRAINED),
+    "D->P with a decode on its way has not": (fleet(d2p(waiting_decodes=1), decode()), None, None, R.STEADY),
+    "trigger 2: token interval": (
         fleet(prefill(queued_tokens=9), prefill(queued_tokens=5), decode(token_interval_s=0.051)),
         "i1",
         Role.PREFILL_TO_DECODE,
         R.FLIP_TPOT,
     ),
-    ("on target", fleet(prefill(queued_tokens=9), decode(token_interval_s=0.05)), None, None, R.STEADY),
-    (
-        "trigger 2, last prefill",
+    "on target": (fleet(prefill(queued_tokens=9), decode(token_interval_s=0.05)), None, None, R.STEADY),
+    "trigger 2, last prefill": (
         fleet(prefill(queued_tokens=1), decode(token_interval_s=0.051)),
         None,
         None,
         R.HOLD_LAST,
     ),
-    (
-        "trigger 3: idle prefill, busy decode",
+    "trigger 3: idle prefill, busy decode": (
         fleet(prefill(queued_tokens=1), prefill(), decode(context_tokens=501)),
         "i1",
         Role.DECODE,
         R.FLIP_IDLE,
     ),
-    ("decode is not busy", fleet(prefill(), prefill(), decode(context_tokens=500)), None, None, R.STEADY),
-    ("trigger 3, decodes are only named", fleet(prefill(), prefill(), decode(**NAMED)), None, None, R.STEADY),
-    ("trigger 3, last prefill", fleet(prefill(), decode(context_tokens=501)), None, None, R.HOLD_LAST),
-    ("prefill has died", fleet(decode(), decode(context_tokens=1)), "i0", Role.PREFILL, R.REPAIR),
-    ("decode has died", fleet(prefill(), prefill(queued_tokens=1)), "i0", Role.DECODE, R.REPAIR),
-    ("one instance does all", fleet(prefill()), None, None, R.STEADY),
-]
+    "decode is not busy": (fleet(prefill(), prefill(), decode(context_tokens=500)), None, None, R.STEADY),
+    "trigger 3, decodes are only named": (fleet(prefill(), prefill(), decode(**NAMED)), None, None, R.STEADY),
+    "trigger 3, last prefill": (fleet(prefill(), decode(context_tokens=501)), None, None, R.HOLD_LAST),
+    "prefill has died": (fleet(decode(), decode(context_tokens=1)), "i0", Role.PREFILL, R.REPAIR),
+    "decode has died": (fleet(prefill(), prefill(queued_tokens=1)), "i0", Role.DECODE, R.REPAIR),
+    "one instance does all": (fleet(prefill()), None, None, R.STEADY),
+}
 
 
-@pytest.mark.parametrize(("name", "view", "moved", "role", "reason"), TICKS, ids=[case[0] for case in TICKS])
-def test_tick(name: str, view: FleetView, moved: str | None, role: Role | None, reason: R) -> None:
+@pytest.mark.parametrize(("view", "moved", "role", "reason"), TICKS.values(), ids=TICKS)
+def test_tick(view: FleetView, moved: str | None, role: Role | None, reason: R) -> None:
     (action,) = policy().tick(view, 0.0)
     assert action.reason is reason
     if moved is None:

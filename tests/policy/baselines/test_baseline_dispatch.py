@@ -10,7 +10,7 @@ import random
 from typing import Any
 
 import pytest
-from support.fleets import LinearSteps, decode, fleet, mixed, names, predictor, prefill, request
+from support.fleets import LinearSteps, decode, fleet, mixed, predictor, prefill, request
 
 from pla_sglang.common.errors import ConfigError
 from pla_sglang.policy.baselines.dispatch import (
@@ -123,19 +123,19 @@ def test_two_choices_takes_the_better_of_two_and_draws_evenly() -> None:
     assert counts["i2"] / 6000 == pytest.approx(1 / 3, abs=0.03)
 
 
-CACHE: list[tuple[str, FleetView, dict[int, int], str, R]] = [
-    ("hit", fleet(mixed(), mixed(running=9)), {1: 60}, "i1", R.CACHE_HIT),
-    ("longest hit", fleet(mixed(), mixed()), {0: 60, 1: 70}, "i1", R.CACHE_HIT),
-    ("the share itself is not more", fleet(mixed(running=1), mixed()), {0: 30}, "i1", R.CACHE_MISS),
-    ("the holder, though busier", fleet(mixed(), mixed(), mixed(running=60)), {2: 31}, "i2", R.CACHE_HIT),
-    ("miss", fleet(mixed(running=1), mixed()), {}, "i1", R.CACHE_MISS),
-    ("imbalance", fleet(mixed(), mixed(running=70)), {1: 100}, "i0", R.CACHE_IMBALANCE),
-    ("large but level", fleet(mixed(running=400), mixed(running=500)), {1: 100}, "i1", R.CACHE_HIT),
-]
+CACHE: dict[str, tuple[FleetView, dict[int, int], str, R]] = {
+    "hit": (fleet(mixed(), mixed(running=9)), {1: 60}, "i1", R.CACHE_HIT),
+    "longest hit": (fleet(mixed(), mixed()), {0: 60, 1: 70}, "i1", R.CACHE_HIT),
+    "the share itself is not more": (fleet(mixed(running=1), mixed()), {0: 30}, "i1", R.CACHE_MISS),
+    "the holder, though busier": (fleet(mixed(), mixed(), mixed(running=60)), {2: 31}, "i2", R.CACHE_HIT),
+    "miss": (fleet(mixed(running=1), mixed()), {}, "i1", R.CACHE_MISS),
+    "imbalance": (fleet(mixed(), mixed(running=70)), {1: 100}, "i0", R.CACHE_IMBALANCE),
+    "large but level": (fleet(mixed(running=400), mixed(running=500)), {1: 100}, "i1", R.CACHE_HIT),
+}
 
 
-@pytest.mark.parametrize(("name", "view", "cached", "expected", "reason"), CACHE, ids=[case[0] for case in CACHE])
-def test_cache_aware(name: str, view: FleetView, cached: dict[int, int], expected: str, reason: R) -> None:
+@pytest.mark.parametrize(("view", "cached", "expected", "reason"), CACHE.values(), ids=CACHE)
+def test_cache_aware(view: FleetView, cached: dict[int, int], expected: str, reason: R) -> None:
     assert chosen(CacheAware(), view, cached=cached) == (expected, reason)
 
 
@@ -148,16 +148,16 @@ def test_static_splits() -> None:
 
 
 ROWS: list[tuple[str, int, float | None]] = [("a", 400, None), ("b", 300, None), ("c", 100, None)]
-MOVES: list[tuple[str, dict[str, Any], dict[str, Any], str | None, R]] = [
-    ("shortest", {"context_tokens": 800}, {}, "c", R.CURRENT_LOAD),
-    ("level enough", {"context_tokens": 800}, {"context_tokens": 750}, None, R.BALANCED),
-    ("what is on its way counts", {"context_tokens": 800}, {"waiting_decode_tokens": 750}, None, R.BALANCED),
-    ("target full", {"context_tokens": 1600}, {"context_tokens": 870}, None, R.STAR_NO_CANDIDATE),
-]
+MOVES: dict[str, tuple[dict[str, Any], dict[str, Any], str | None, R]] = {
+    "shortest": ({"context_tokens": 800}, {}, "c", R.CURRENT_LOAD),
+    "level enough": ({"context_tokens": 800}, {"context_tokens": 750}, None, R.BALANCED),
+    "what is on its way counts": ({"context_tokens": 800}, {"waiting_decode_tokens": 750}, None, R.BALANCED),
+    "target full": ({"context_tokens": 1600}, {"context_tokens": 870}, None, R.STAR_NO_CANDIDATE),
+}
 
 
-@pytest.mark.parametrize(("name", "source", "target", "rid", "reason"), MOVES, ids=[case[0] for case in MOVES])
-def test_load_migration(name: str, source: dict[str, Any], target: dict[str, Any], rid: str | None, reason: R) -> None:
+@pytest.mark.parametrize(("source", "target", "rid", "reason"), MOVES.values(), ids=MOVES)
+def test_load_migration(source: dict[str, Any], target: dict[str, Any], rid: str | None, reason: R) -> None:
     made = DecodeBatch.of(ROWS)
     members = fleet(*[decode(kv_capacity_tokens=1000, **fields) for fields in (source, target)]).instances
     (action,) = LoadMigration().tick(FleetView(members, decodes=lambda instance: made), 0.0)
@@ -182,22 +182,21 @@ def half(share: float) -> dict[str, Any]:
     return {"context_tokens": int(1000 * share), "kv_capacity_tokens": 1000}
 
 
-THRESHOLDS: list[tuple[str, FleetView, list[R], list[int]]] = [
-    (
-        "both busy",
+THRESHOLDS: dict[str, tuple[FleetView, list[R], list[int]]] = {
+    "both busy": (
         fleet(prefill(queued_tokens=900), decode(**half(0.9))),
         [R.UTILISATION_HIGH, R.UTILISATION_HIGH],
         [2, 2],
     ),
-    ("in band", fleet(prefill(queued_tokens=500), decode(**half(0.5))), [R.UTILISATION_IN_BAND] * 2, []),
-    ("idle", fleet(prefill(), prefill(), decode(), decode()), [R.UTILISATION_LOW, R.UTILISATION_LOW], [1, 1]),
-    ("the last one stays", fleet(prefill(), decode()), [R.UTILISATION_IN_BAND] * 2, []),
-    ("nobody", fleet(), [R.NO_DATA, R.NO_DATA], []),
-]
+    "in band": (fleet(prefill(queued_tokens=500), decode(**half(0.5))), [R.UTILISATION_IN_BAND] * 2, []),
+    "idle": (fleet(prefill(), prefill(), decode(), decode()), [R.UTILISATION_LOW, R.UTILISATION_LOW], [1, 1]),
+    "the last one stays": (fleet(prefill(), decode()), [R.UTILISATION_IN_BAND] * 2, []),
+    "nobody": (fleet(), [R.NO_DATA, R.NO_DATA], []),
+}
 
 
-@pytest.mark.parametrize(("name", "view", "reasons", "sizes"), THRESHOLDS, ids=[case[0] for case in THRESHOLDS])
-def test_threshold_scaler(name: str, view: FleetView, reasons: list[R], sizes: list[int]) -> None:
+@pytest.mark.parametrize(("view", "reasons", "sizes"), THRESHOLDS.values(), ids=THRESHOLDS)
+def test_threshold_scaler(view: FleetView, reasons: list[R], sizes: list[int]) -> None:
     actions = threshold().tick(view, 0.0)
     assert [action.reason for action in actions] == reasons
     assert [action.count for action in actions if isinstance(action, ScaleTo)] == sizes
@@ -254,7 +253,3 @@ def test_sla_scaler_by_hand() -> None:
 def test_bad_knobs(make: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make()
-
-
-def test_names_helper() -> None:
-    assert names(fleet(mixed(), mixed()).instances) == ["i0", "i1"]

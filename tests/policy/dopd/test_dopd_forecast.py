@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Callable
 
@@ -97,15 +96,6 @@ def test_the_largest_of_the_next_intervals() -> None:
     assert next_values(series, (None, 5.0), 2) == pytest.approx([2.0, 5.0], rel=0.01)
     assert next_values(series, (1.0, None), 2) == pytest.approx([9.0, 5.0], rel=0.01)
     assert next_values([LastValue()], (None,), 3) is None
-
-
-def test_holt_winters_follows_a_line_and_a_season() -> None:
-    line = [100.0 + 3.0 * step for step in range(80)]
-    knobs = HoltWintersKnobs(damping=1.0)
-    assert error_of(HoltWinters(knobs), line, 40) < 0.2 < error_of(LastValue(), line, 40)
-    season = [100.0 + 30.0 * math.sin(2 * math.pi * step / 12) for step in range(240)]
-    seasonal = HoltWintersKnobs(level=0.2, trend=0.01, seasonal=0.5, season=12)
-    assert error_of(HoltWinters(seasonal), season, 120) < 0.3 * error_of(LastValue(), season, 120)
 
 
 def test_arima_by_recursion_is_what_statsmodels_forecasts(monkeypatch: pytest.MonkeyPatch) -> None:

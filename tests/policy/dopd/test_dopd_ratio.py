@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.fleets import LinearSteps
-from support.paper_formulas import expected_cost_s, pareto_moments
 
 from pla_sglang.common.errors import ConfigError
 from pla_sglang.policy.common.tables import DecodeTable, PrefillTable
@@ -145,19 +144,3 @@ def test_eq_18() -> None:
     assert batch_timeout_s(float("inf"), safety=0.5, longest_s=1.0) == 1.0
     with pytest.raises(ConfigError, match="safety"):
         batch_timeout_s(0.4, safety=1.5, longest_s=1.0)
-
-
-@given(st.lists(st.floats(1, 1e4), min_size=2, max_size=20))
-def test_eq_6_is_the_mean_cost_and_eq_8_its_bound(lengths: list[float]) -> None:
-    mean = sum(lengths) / len(lengths)
-    variance = sum((length - mean) ** 2 for length in lengths) / len(lengths)
-    expected = sum(1e-4 * length + 1e-8 * length**2 for length in lengths) / len(lengths)
-    found = expected_cost_s(mean, variance, 1e-4, 1e-8)
-    assert found == pytest.approx(expected)
-    assert found >= (1e-4 * mean + 1e-8 * mean**2) * (1 - 1e-12)
-
-
-def test_pareto() -> None:
-    assert pareto_moments(100.0, 3.0) == (150.0, 30_000.0)
-    assert pareto_moments(100.0, 1.5) == (300.0, float("inf"))
-    assert pareto_moments(100.0, 1.0) == (float("inf"), float("inf"))

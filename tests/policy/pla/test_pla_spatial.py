@@ -60,29 +60,28 @@ def test_percentile(values: list[float], share: float, expected: float) -> None:
     assert percentile(values, share) == expected
 
 
-TICKS: list[tuple[str, FleetView, str | None, R]] = [
-    ("balanced", pools([backlog(500)], [backlog(500)]), None, R.PRESSURE_BALANCED),
-    ("within hysteresis", pools([backlog(740)], [backlog(490), {}]), None, R.PRESSURE_BALANCED),
-    ("short asks, the least loaded long leaves", pools([backlog(900)], [backlog(90), {}]), "i2", R.PRESSURE_SHORT),
-    ("long asks", pools([{}, backlog(9)], [backlog(900)]), "i0", R.PRESSURE_LONG),
-    ("the other pool keeps its minimum", pools([backlog(900)], [{}]), None, R.PRESSURE_MINIMUM),
-    ("nearly idle: no ratio of small numbers", pools([backlog(80)], [{}, {}]), None, R.PRESSURE_BALANCED),
-    ("it would be asked back", pools([backlog(790), {}], [backlog(490), backlog(490)]), None, R.PRESSURE_RETURN),
-    ("it would be too busy", pools([backlog(900)], [{"utilisation": 0.5}] * 2), None, R.PRESSURE_RETURN),
-    (
-        "the asker is busier still",
+TICKS: dict[str, tuple[FleetView, str | None, R]] = {
+    "balanced": (pools([backlog(500)], [backlog(500)]), None, R.PRESSURE_BALANCED),
+    "within hysteresis": (pools([backlog(740)], [backlog(490), {}]), None, R.PRESSURE_BALANCED),
+    "short asks, the least loaded long leaves": (pools([backlog(900)], [backlog(90), {}]), "i2", R.PRESSURE_SHORT),
+    "long asks": (pools([{}, backlog(9)], [backlog(900)]), "i0", R.PRESSURE_LONG),
+    "the other pool keeps its minimum": (pools([backlog(900)], [{}]), None, R.PRESSURE_MINIMUM),
+    "nearly idle: no ratio of small numbers": (pools([backlog(80)], [{}, {}]), None, R.PRESSURE_BALANCED),
+    "it would be asked back": (pools([backlog(790), {}], [backlog(490), backlog(490)]), None, R.PRESSURE_RETURN),
+    "it would be too busy": (pools([backlog(900)], [{"utilisation": 0.5}] * 2), None, R.PRESSURE_RETURN),
+    "the asker is busier still": (
         pools([backlog(900, utilisation=1.0)], [{"utilisation": 0.48}] * 2),
         "i1",
         R.PRESSURE_SHORT,
     ),
-    ("deviation counts too", pools([{"ttft_ratio": 2.0}], [{}, {}]), "i1", R.PRESSURE_SHORT),
-    ("nobody", fleet(), None, R.PRESSURE_BALANCED),
-    ("a pool without members asks for nothing", pools([], [backlog(50), {}]), None, R.PRESSURE_BALANCED),
-]
+    "deviation counts too": (pools([{"ttft_ratio": 2.0}], [{}, {}]), "i1", R.PRESSURE_SHORT),
+    "nobody": (fleet(), None, R.PRESSURE_BALANCED),
+    "a pool without members asks for nothing": (pools([], [backlog(50), {}]), None, R.PRESSURE_BALANCED),
+}
 
 
-@pytest.mark.parametrize(("name", "view", "moved", "reason"), TICKS, ids=[case[0] for case in TICKS])
-def test_algorithm_2(name: str, view: FleetView, moved: str | None, reason: R) -> None:
+@pytest.mark.parametrize(("view", "moved", "reason"), TICKS.values(), ids=TICKS)
+def test_algorithm_2(view: FleetView, moved: str | None, reason: R) -> None:
     (action,) = PressureController(KNOBS, predictor()).tick(view, 0.0)
     assert action.reason is reason
     assert (action.instance.name if isinstance(action, SetLengthClass) else None) == moved
@@ -134,52 +133,49 @@ def dispatcher(**knobs: Any) -> SpatialDispatcher:
     return SpatialDispatcher(SpatialKnobs(ttft_slo_s=1.0, **knobs), predictor(), boundary)
 
 
-SPATIAL: list[tuple[str, FleetView, Any, str | None, R]] = [
-    ("short", pools([{}], [{}]), request(255), "i0", R.PLA_SHORT),
-    ("the boundary is long", pools([{}], [{}]), request(256), "i1", R.PLA_LONG),
-    ("new tokens count", pools([{}], [{}]), request(5000, cached={0: 4900}), "i0", R.PLA_SHORT),
-    (
-        "short where its history is, in the long pool",
+SPATIAL: dict[str, tuple[FleetView, Any, str | None, R]] = {
+    "short": (pools([{}], [{}]), request(255), "i0", R.PLA_SHORT),
+    "the boundary is long": (pools([{}], [{}]), request(256), "i1", R.PLA_LONG),
+    "new tokens count": (pools([{}], [{}]), request(5000, cached={0: 4900}), "i0", R.PLA_SHORT),
+    "short where its history is, in the long pool": (
         pools([{}], [{}]),
         request(5000, cached={1: 4900}),
         "i1",
         R.PLA_HOLDER,
     ),
-    ("too late there", pools([{}], [backlog(9000)]), request(800, cached={1: 700}), "i0", R.PLA_RECOMPUTE),
-    ("the holder, up to what it saves", pools([{}], [backlog(680)]), request(800, cached={1: 700}), "i1", R.PLA_HOLDER),
-    ("and no further", pools([{}], [backlog(700)]), request(800, cached={1: 700}), "i0", R.PLA_RECOMPUTE),
-    ("of its own class", pools([backlog(50), {}], [{}]), request(800, cached={0: 700}), "i0", R.PLA_SHORT),
-    (
-        "the longest history",
+    "too late there": (pools([{}], [backlog(9000)]), request(800, cached={1: 700}), "i0", R.PLA_RECOMPUTE),
+    "the holder, up to what it saves": (pools([{}], [backlog(680)]), request(800, cached={1: 700}), "i1", R.PLA_HOLDER),
+    "and no further": (pools([{}], [backlog(700)]), request(800, cached={1: 700}), "i0", R.PLA_RECOMPUTE),
+    "of its own class": (pools([backlog(50), {}], [{}]), request(800, cached={0: 700}), "i0", R.PLA_SHORT),
+    "the longest history": (
         pools([{}, {}], [{}, {}]),
         request(5000, cached={0: 64, 2: 4096, 3: 4032}),
         "i2",
         R.PLA_LONG,
     ),
-    (
-        "the next to it",
+    "the next to it": (
         pools([{}], [backlog(200), {}]),
         request(5000, cached={1: 4096, 2: 4032}),
         "i2",
         R.PLA_RECOMPUTE,
     ),
-    ("what all hold: by class", pools([{}], [{}]), request(900, cached={0: 512, 1: 512}), "i1", R.PLA_LONG),
-    ("and the short ones", pools([{}], [{}]), request(700, cached={0: 512, 1: 512}), "i0", R.PLA_SHORT),
-    ("least backlog", pools([backlog(9), {}], [{}]), request(9), "i1", R.PLA_SHORT),
-    ("spill", pools([backlog(1500)], [{}]), request(9), "i1", R.PLA_SPILL),
-    ("over three quarters of the target", pools([backlog(740)], [{}]), request(9), "i1", R.PLA_SPILL),
-    ("up to that there is no need", pools([backlog(720)], [{}]), request(9), "i0", R.PLA_SHORT),
-    ("of what is left of it", pools([backlog(360)], [{}]), request(9, arrival_s=-0.5), "i1", R.PLA_SPILL),
-    ("the others have no time either", pools([backlog(900)], [backlog(740)]), request(9), "i0", R.PLA_SHORT),
-    ("no spill where both are late", pools([backlog(1500)], [backlog(1400)]), request(9), "i0", R.PLA_SHORT),
-    ("the own pool is gone", pools([], [backlog(1400)]), request(9), "i0", R.PLA_SPILL),
-    ("instances without class take both", fleet(prefill(), prefill(length_class=L)), request(9), "i0", R.PLA_SHORT),
-    ("nobody", fleet(), request(9), None, R.NO_INSTANCE),
-]
+    "what all hold: by class": (pools([{}], [{}]), request(900, cached={0: 512, 1: 512}), "i1", R.PLA_LONG),
+    "and the short ones": (pools([{}], [{}]), request(700, cached={0: 512, 1: 512}), "i0", R.PLA_SHORT),
+    "least backlog": (pools([backlog(9), {}], [{}]), request(9), "i1", R.PLA_SHORT),
+    "spill": (pools([backlog(1500)], [{}]), request(9), "i1", R.PLA_SPILL),
+    "over three quarters of the target": (pools([backlog(740)], [{}]), request(9), "i1", R.PLA_SPILL),
+    "up to that there is no need": (pools([backlog(720)], [{}]), request(9), "i0", R.PLA_SHORT),
+    "of what is left of it": (pools([backlog(360)], [{}]), request(9, arrival_s=-0.5), "i1", R.PLA_SPILL),
+    "the others have no time either": (pools([backlog(900)], [backlog(740)]), request(9), "i0", R.PLA_SHORT),
+    "no spill where both are late": (pools([backlog(1500)], [backlog(1400)]), request(9), "i0", R.PLA_SHORT),
+    "the own pool is gone": (pools([], [backlog(1400)]), request(9), "i0", R.PLA_SPILL),
+    "instances without class take both": (fleet(prefill(), prefill(length_class=L)), request(9), "i0", R.PLA_SHORT),
+    "nobody": (fleet(), request(9), None, R.NO_INSTANCE),
+}
 
 
-@pytest.mark.parametrize(("name", "view", "ask", "chosen", "reason"), SPATIAL, ids=[case[0] for case in SPATIAL])
-def test_spatial_dispatch(name: str, view: FleetView, ask: Any, chosen: str | None, reason: R) -> None:
+@pytest.mark.parametrize(("view", "ask", "chosen", "reason"), SPATIAL.values(), ids=SPATIAL)
+def test_spatial_dispatch(view: FleetView, ask: Any, chosen: str | None, reason: R) -> None:
     answer = dispatcher().dispatch(ask, view, 0.0)
     assert (answer.prefill.name if answer.prefill else None, answer.reason) == (chosen, reason)
 

@@ -81,14 +81,6 @@ def test_the_last_wish_counts_and_halves_do_not() -> None:
     assert asked_end(np.array([ASK_HIGH, ASK_LOW])) == -1  # asks for none
 
 
-def test_a_wish_may_be_cut_by_a_chunk_border() -> None:
-    prompt = [*words(6), *ask_ids(3)]
-    pool = Pool(1)
-    pool.run([(0, prompt[:7])])
-    tokens = pool.run([(0, prompt[7:])])
-    assert pool.decode(0, tokens, 3) == list(expected(prompt, 9).tokens)
-
-
 def test_without_a_wish_or_ignoring_it_the_limit_ends() -> None:
     assert expected(words(4), 7).finish == "length"
     assert len(expected(words(4), 7).tokens) == 7
