@@ -93,7 +93,7 @@ def test_both_layouts(live: StarStandIns, tmp_path: Path, capsys: pytest.Capture
     assert policies == ["star-no-prediction", "star-no-prediction", "star", "star", *["combined"] * 4]
     lengths = [router.flags[router.flags.index("--lengths") + 1] for router, _ in live.routed]
     assert lengths == ["none", "none", "survival", "stated"] * 2
-    assert live.limits == [32_768 // 64 + 1] * 6
+    assert live.limits == [32_768 // 64 + 1] * 8
     [flags] = live.clusters
     tokens = str(load_profile(PROFILE).kv_capacity_tokens // 64)
     assert flags[flags.index("--max-total-tokens") + 1] == tokens
