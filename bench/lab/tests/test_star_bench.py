@@ -101,7 +101,7 @@ def test_both_layouts(live: StarStandIns, tmp_path: Path, capsys: pytest.Capture
     assert "--pla-telemetry" in flags
     assert result == result | dict(AGAIN["star"](result))
     page = bench.page(result)
-    assert "split, `current` against `none`: 0 of the requests thrown out" in page
+    assert "`split/current` against `none`: 0 of the requests thrown out" in page
     assert "P99 TPOT lower by 64% (simulated " in page
     assert (tmp_path / "star.png").exists()
     assert run_bench(tmp_path, capsys, "--arms", "none,current,oracle") == result
@@ -148,7 +148,7 @@ def test_bad_numbers(flags: list[str], tmp_path: Path, capsys: pytest.CaptureFix
 
 def test_bad_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert BENCHES["star"].main(["--rate", "4", "--arms", "none,all", "--out", str(tmp_path)]) == 2
-    assert "--arms 'all' is not known; allowed: none, current, oracle" in capsys.readouterr().err
+    assert "--arms 'all' is not known; allowed: none, current, survival, oracle" in capsys.readouterr().err
 
 
 def test_the_rate_is_the_lowest_that_throws_enough_out(monkeypatch: pytest.MonkeyPatch) -> None:
