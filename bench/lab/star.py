@@ -5,8 +5,9 @@
 STAR's Table 2 (ShareGPT) with the lengths and the KV cache divided by ``--divide``, Poisson arrivals, four emulated
 stateless engines behind our router; the answers' limit is 32,768 divided likewise. Layouts: ``split``, one engine
 prefills and three decode, by STAR's policies; ``united``, all do both, by ``combined``. Arms: ``none``, nothing moves;
-``current``, moves by the load of now; ``oracle``, moves by lengths that the requests state (``--arms``). All arms of a
-layout get the same requests, in turns; every token is checked.
+``current``, moves by the load of now; ``survival``, by what the router learns of lengths from answers that end;
+``oracle``, by lengths that the requests state (``--arms``). All arms of a layout get the same requests, in turns; every
+token is checked.
 
 ``split`` runs at 2 requests/s for 4 engines and ``--divide 8``, at which caches run full and moves still help;
 ``--rate`` sets another one. The rate of ``united``, and of ``split`` with ``--target-oom``, is searched: the lowest at
@@ -17,7 +18,7 @@ SGLang's room for answers that grow: STAR's paper ran vLLM, which keeps none.
 By layout and arm, device time: ``p99_tpot_ms``, ``requests``, ``oom`` (requests thrown out of a full cache, as the
 engines count them), ``moves`` (carried out, as the router counts them), and with ``sim_`` in front what the simulator
 says of the same requests.
-``oom_ratio`` and ``p99_tpot_reduction``, by layout: ``current`` against ``none``. ``valid``: client in time, hosts in
+``oom_ratio`` and ``p99_tpot_reduction``: each arm against ``none`` of its layout. ``valid``: client in time, hosts in
 the way for at most ``--max-overhead`` of the time, every token right.
 """
 
@@ -66,9 +67,10 @@ LIMIT_TOKENS = 32_768  # of an answer, before it is divided
 RESERVED_TOKENS = 512  # SGLang's --num-reserved-decode-tokens
 SLO = Slo(1.0, 0.05)  # device time; of STAR's larger cluster
 SPLIT, UNITED = "split", "united"
-NONE, CURRENT, ORACLE = "none", "current", "oracle"
-ARMS = (NONE, CURRENT, ORACLE)
-POLICIES = {SPLIT: {NONE: "star-no-prediction", CURRENT: "star-no-prediction", ORACLE: "star"}}
+NONE, CURRENT, SURVIVAL, ORACLE = "none", "current", "survival", "oracle"
+ARMS = (NONE, CURRENT, SURVIVAL, ORACLE)
+LENGTHS = {NONE: "none", CURRENT: "none", SURVIVAL: "survival", ORACLE: "stated"}  # --lengths of the router
+SIM_LENGTHS = LENGTHS | {ORACLE: "oracle"}
 RATE_STEP = 1.07  # of a ladder from 1 request/s on, times ``scale_of``
 # Of 4 engines with lengths and caches divided by 8. Simulated: at 2/s the split throws 16, 8, 13 and 5 of 500 requests
 # out without moves (seeds 0 to 3) and none with them; at 2.5/s 22 and 15 (seed 0); united 16 and 17 at 3/s.
@@ -90,13 +92,14 @@ class Arm:
 
     @property
     def policy(self) -> str:
-        return POLICIES[SPLIT][self.moves] if self.layout == SPLIT else "combined"
+        if self.layout == UNITED:
+            return "combined"
+        return "star-no-prediction" if self.moves in (NONE, CURRENT) else "star"
 
     def router_flags(self, time_scale: float) -> list[str]:
         targets_ms = {"ttft": 1e3 * SLO.ttft_s * time_scale, "tpot": 1e3 * SLO.tpot_s * time_scale}
         flags = [part for name, value in targets_ms.items() for part in (f"--slo-{name}-ms", f"{value:g}")]
-        flags += ["--migration", "off" if self.moves == NONE else "on"]
-        return [*flags, "--lengths", "stated"] if self.moves == ORACLE else flags
+        return [*flags, "--migration", "off" if self.moves == NONE else "on", "--lengths", LENGTHS[self.moves]]
 
 
 def make_trace(options: Options, rate_per_s: float, seed: int) -> Trace:
@@ -128,7 +131,7 @@ def simulate(arm: Arm, trace: Trace, options: Options) -> Row:
         profile=options.profile,
         instances=options.instances,
         prefills=1 if arm.layout == SPLIT else None,
-        lengths="oracle" if arm.moves == ORACLE else "none",
+        lengths=SIM_LENGTHS[arm.moves],
         move_gain=1.0,
         slots=SLOTS,
         kv_capacity_tokens=capacity_of(options),
@@ -288,18 +291,17 @@ def sum_up_arm(rows: Sequence[Row], max_overhead: float) -> Row:
 
 
 def compare_arms(arms: Mapping[str, Row]) -> Row:
-    """By layout, of ``current`` against ``none``, live and simulated; None where one of them is missing."""
-    ratios: Row = {}
-    for prefix in ("", "sim_"):
-        oom_ratio: dict[str, float | None] = {}
-        reduction: dict[str, float | None] = {}
-        for layout in dict.fromkeys(name.partition("/")[0] for name in arms):
-            none, current = (arms.get(f"{layout}/{moves}") for moves in (NONE, CURRENT))
-            both = none is not None and current is not None
+    """By arm, against ``none`` of its layout, live and simulated; None where that has none thrown out."""
+    ratios: Row = {f"{prefix}{figure}": {} for prefix in ("", "sim_") for figure in ("oom_ratio", "p99_tpot_reduction")}
+    for name, arm in arms.items():
+        layout, _, moves = name.partition("/")
+        none = arms.get(f"{layout}/{NONE}")
+        if none is None or moves == NONE:
+            continue
+        for prefix in ("", "sim_"):
             oom, tpot = f"{prefix}oom", f"{prefix}p99_tpot_ms"
-            oom_ratio[layout] = current[oom] / none[oom] if both and none[oom] else None  # type: ignore[index]
-            reduction[layout] = 1 - current[tpot] / none[tpot] if both else None  # type: ignore[index]
-        ratios |= {f"{prefix}oom_ratio": oom_ratio, f"{prefix}p99_tpot_reduction": reduction}
+            ratios[f"{prefix}oom_ratio"][name] = arm[oom] / none[oom] if none[oom] else None
+            ratios[f"{prefix}p99_tpot_reduction"][name] = 1 - arm[tpot] / none[tpot]
     return ratios
 
 
@@ -333,12 +335,11 @@ def table(result: Result) -> report.Cells:
 
 def page(result: Result) -> str:
     parts = [report.markdown(*table(result), right=range(1, 11))]
-    for layout, ratio in result["oom_ratio"].items():
-        shown = [report.number(value) for value in (ratio, result["sim_oom_ratio"][layout])]
-        less = [result[f"{prefix}p99_tpot_reduction"][layout] for prefix in ("", "sim_")]
-        texts = ["-" if value is None else f"{value:.0%}" for value in less]
-        text = f"{layout}, `{CURRENT}` against `{NONE}`: {shown[0]} of the requests thrown out (simulated {shown[1]}), "
-        parts.append(f"{text}P99 TPOT lower by {texts[0]} (simulated {texts[1]}).")
+    for name, ratio in result["oom_ratio"].items():
+        shown = [report.number(value) for value in (ratio, result["sim_oom_ratio"][name])]
+        less = [f"{result[f'{prefix}p99_tpot_reduction'][name]:.0%}" for prefix in ("", "sim_")]
+        text = f"`{name}` against `{NONE}`: {shown[0]} of the requests thrown out (simulated {shown[1]}), "
+        parts.append(f"{text}P99 TPOT lower by {less[0]} (simulated {less[1]}).")
     where = f"{result['profile']}, lengths and KV cache divided by {result['divide']}, {report.scale_text(result)}"
     return "\n\n".join([*parts, report.emulated_conditions(result, where, seed="seed")])
 

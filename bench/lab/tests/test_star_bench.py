@@ -78,22 +78,22 @@ def run_bench(out: Path, capsys: pytest.CaptureFixture[str], *flags: str, status
 
 
 def test_both_layouts(live: StarStandIns, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    result = run_bench(tmp_path, capsys, "--arms", "none,current,oracle")
-    names = [f"{layout}/{arm}" for layout in ("split", "united") for arm in ("none", "current", "oracle")]
+    result = run_bench(tmp_path, capsys, "--arms", ",".join(bench.ARMS))
+    names = [f"{layout}/{arm}" for layout in ("split", "united") for arm in bench.ARMS]
     assert list(result["arms"]) == names
     for layout in ("split", "united"):
         none, current = (result["arms"][f"{layout}/{arm}"] for arm in ("none", "current"))
         assert (none["oom"], none["moves"], none["requests"]) == (20, 0, 12)  # of four engines
         assert (current["oom"], current["moves"]) == (0, 7)
         assert none["sim_p99_tpot_ms"] > 0
-        assert (none["sim_moves"], result["oom_ratio"][layout]) == (0, 0.0)
-        assert result["p99_tpot_reduction"][layout] == pytest.approx(1 - (FAST_S - 0.2) / (SLOW_S - 0.2))
-    assert live.roles == ["0 prefill", "1 decode", "2 decode", "3 decode"] * 3, "in the split layout only"
+        assert (none["sim_moves"], result["oom_ratio"][f"{layout}/current"]) == (0, 0.0)
+        assert result["p99_tpot_reduction"][f"{layout}/oracle"] == pytest.approx(1 - (FAST_S - 0.2) / (SLOW_S - 0.2))
+    assert live.roles == ["0 prefill", "1 decode", "2 decode", "3 decode"] * 4, "in the split layout only"
     policies = [router.policy for router, _ in live.routed]
-    assert policies == ["star-no-prediction", "star-no-prediction", "star", *["combined"] * 3]
-    stated = ["stated" in router.flags for router, _ in live.routed]
-    assert stated == [False, False, True] * 2
-    assert live.limits == [32_768 // 64 + 1] * 6
+    assert policies == ["star-no-prediction", "star-no-prediction", "star", "star", *["combined"] * 4]
+    lengths = [router.flags[router.flags.index("--lengths") + 1] for router, _ in live.routed]
+    assert lengths == ["none", "none", "survival", "stated"] * 2
+    assert live.limits == [32_768 // 64 + 1] * 8
     [flags] = live.clusters
     tokens = str(load_profile(PROFILE).kv_capacity_tokens // 64)
     assert flags[flags.index("--max-total-tokens") + 1] == tokens
@@ -101,10 +101,10 @@ def test_both_layouts(live: StarStandIns, tmp_path: Path, capsys: pytest.Capture
     assert "--pla-telemetry" in flags
     assert result == result | dict(AGAIN["star"](result))
     page = bench.page(result)
-    assert "split, `current` against `none`: 0 of the requests thrown out" in page
+    assert "`split/current` against `none`: 0 of the requests thrown out" in page
     assert "P99 TPOT lower by 64% (simulated " in page
     assert (tmp_path / "star.png").exists()
-    assert run_bench(tmp_path, capsys, "--arms", "none,current,oracle") == result
+    assert run_bench(tmp_path, capsys, "--arms", ",".join(bench.ARMS)) == result
     assert len(live.clusters) == 1, "finished runs are kept"
 
 
@@ -148,7 +148,7 @@ def test_bad_numbers(flags: list[str], tmp_path: Path, capsys: pytest.CaptureFix
 
 def test_bad_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert BENCHES["star"].main(["--rate", "4", "--arms", "none,all", "--out", str(tmp_path)]) == 2
-    assert "--arms 'all' is not known; allowed: none, current, oracle" in capsys.readouterr().err
+    assert "--arms 'all' is not known; allowed: none, current, survival, oracle" in capsys.readouterr().err
 
 
 def test_the_rate_is_the_lowest_that_throws_enough_out(monkeypatch: pytest.MonkeyPatch) -> None:
