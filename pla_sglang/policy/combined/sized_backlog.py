@@ -115,5 +115,5 @@ def _size_of(new_tokens: int) -> int:
 
 
 def _needs_passes(new_tokens: int, instance: InstanceView) -> bool:
-    """Whether the engine cuts it: it has more new tokens than a pass takes."""
+    """True where the engine cuts it: it has more new tokens than a pass takes."""
     return new_tokens > (instance.chunk_max_tokens or CHUNK_TOKENS)
