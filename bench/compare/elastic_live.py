@@ -7,7 +7,7 @@ which starts real processes. The day, its lengths and its targets are those of `
 the fewest instances whose attainment in the simulator is at most half a point below that of the first arm there.
 GPU-hours are those of all instances that the router lists, starting and draining ones included, in device time. Beside
 each arm stands the simulator, with the start-up time that the arm's router has measured. An arm that has ended is kept
-in ``--out``, and a run with the same flags goes on after it.
+in ``--out``, and a run of the same commit with the same flags goes on after it.
 
 Exit status 1: a request failed, or a token was wrong.
 """
@@ -49,26 +49,31 @@ class InstanceHours:
         self.hours = 0.0  # of the wall clock
         self.most = 0
         self._url = url
+        self._looked_s = time.monotonic()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
     def __enter__(self) -> InstanceHours:
+        self._looked_s = time.monotonic()
         self._thread.start()
         return self
 
     def __exit__(self, *exc: object) -> None:
         self._over.set()
         self._thread.join()
+        if exc[0] is None:
+            self._look()  # up to now; without it hours would be missing, so here an error counts
 
     def _watch(self) -> None:
-        looked_s = time.monotonic()
         while not self._over.wait(LOOK_S):
-            try:
-                count, now_s = len(servers.fetch(f"{self._url}/workers")["workers"]), time.monotonic()
-            except ServerError:  # a thread that ended here would leave hours out
-                continue
-            self.hours += count * (now_s - looked_s) / 3600
-            self.most, looked_s = max(self.most, count), now_s
+            with contextlib.suppress(ServerError):
+                self._look()
+
+    def _look(self) -> None:
+        """Raises ServerError."""
+        count, now_s = len(servers.fetch(f"{self._url}/workers")["workers"]), time.monotonic()
+        self.hours += count * (now_s - self._looked_s) / 3600
+        self.most, self._looked_s = max(self.most, count), now_s
 
 
 def router_flags(planner: str, state_file: Path, options: argparse.Namespace) -> list[str]:
@@ -202,7 +207,7 @@ def run(options: argparse.Namespace) -> int:
     arms: dict[str, dict[str, Any]] = {}
     with measuring():
         for name in (FIXED, *names):
-            key = {"arm": name, "fixed": fixed, **settings}
+            key = {"arm": name, "fixed": fixed, "commit": about["plugin_commit"], **settings}
             row = steps.get(key)
             if row is None:
                 row = measure_arm(name, fixed if name == FIXED else options.instances_min, trace, options)

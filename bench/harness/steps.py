@@ -34,6 +34,7 @@ class Steps:
         self._path = path
         self._clock = clock
         self._end_s = None if budget_s is None else clock() + budget_s
+        self._told = False
         self._rows: dict[str, Row] = {}
         self._sglang = installed_sglang()
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
@@ -77,8 +78,13 @@ class Steps:
         return pairs
 
     def has_time(self, needed_s: float = 0.0) -> bool:
-        """Tells whether a step that takes ``needed_s`` would end within the budget."""
-        return self._end_s is None or self._clock() + needed_s < self._end_s
+        """Tells whether a step that takes ``needed_s`` would end within the budget; the first time that not, aloud."""
+        if self._end_s is None or self._clock() + needed_s < self._end_s:
+            return True
+        if not self._told:
+            self._told = True
+            say("--budget-s has no room for another step; what is finished is kept, and the same command goes on")
+        return False
 
 
 def _name(key: Mapping[str, Any]) -> str:

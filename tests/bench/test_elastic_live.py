@@ -32,15 +32,16 @@ def test_the_router_takes_the_flags_of_an_arm() -> None:
 
 
 def test_hours_are_those_of_the_instances_that_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looks that fail take nothing away."""
     counts, done = [2, 2, 0, 3, 3], threading.Event()
 
     def fetch(url: str) -> dict[str, Any]:
         if len(counts) == 1:
             done.set()
-        if not counts[0]:
-            counts.pop(0)
+        count = counts.pop(0) if len(counts) > 1 else counts[0]
+        if not count:
             raise ServerError("a look that fails")
-        return {"workers": [{}] * (counts.pop(0) if len(counts) > 1 else counts[0])}
+        return {"workers": [{}] * count}
 
     monkeypatch.setattr(elastic_live, "LOOK_S", 0.01)
     monkeypatch.setattr(elastic_live.servers, "fetch", fetch)
@@ -48,6 +49,25 @@ def test_hours_are_those_of_the_instances_that_are_listed(monkeypatch: pytest.Mo
         assert done.wait(20.0)
     assert counted.most == 3
     assert counted.hours > 0
+
+
+def test_hours_up_to_the_end_count_where_no_look_came_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock_s = iter([0.0, 0.0, 3600.0])
+    monkeypatch.setattr(elastic_live.time, "monotonic", lambda: next(clock_s))
+    monkeypatch.setattr(InstanceHours, "_watch", lambda self: None)
+    monkeypatch.setattr(elastic_live.servers, "fetch", lambda url: {"workers": [{}] * 4})
+    with InstanceHours("http://router") as counted:
+        pass
+    assert counted.hours == 4.0
+
+
+def test_hours_of_a_router_that_is_gone_are_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fetch(url: str) -> None:
+        raise ServerError("does not answer")
+
+    monkeypatch.setattr(elastic_live.servers, "fetch", fetch)
+    with pytest.raises(ServerError, match="does not answer"), InstanceHours("http://router"):
+        pass
 
 
 def row(hours: float, sim_hours: float) -> dict[str, Any]:

@@ -69,7 +69,7 @@ def test_a_step_that_names_no_sglang_is_one_of_0_5_17(tmp_path: Path, monkeypatc
         assert Steps(path).get(KEYS[0]) == row
 
 
-def test_no_step_begins_after_the_budget(tmp_path: Path) -> None:
+def test_no_step_begins_after_the_budget(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     now_s = 100.0
     steps = Steps(tmp_path / "x", 10.0, clock=lambda: now_s)
     assert steps.has_time()
@@ -77,6 +77,7 @@ def test_no_step_begins_after_the_budget(tmp_path: Path) -> None:
     assert not steps.has_time(10.0)
     now_s = 110.0
     assert not steps.has_time()
+    assert capsys.readouterr().err.count("the same command goes on") == 1
     assert Steps(tmp_path / "x").has_time(1e9), "without a budget there is always time"
     with pytest.raises(ConfigError, match="--budget-s 0 is out of range"):
         Steps(tmp_path / "x", 0)
