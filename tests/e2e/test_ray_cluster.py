@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from e2e.test_cluster_scaling import BODY, LIMIT_S, ready_workers
 from e2e.test_planner_live import ARGUMENTS, PLANNER
@@ -20,7 +19,7 @@ from e2e.test_router_control import call
 from support.clusters import STOP_S, wait_ready
 from support.doc_commands import BLOCKS
 from support.rays import running_nodes, running_ray
-from support.serving import until
+from support.serving import until, until_ended
 
 from pla_sglang.fleet.cluster.ports import free_port
 
@@ -66,7 +65,7 @@ def test_the_tutorial_of_the_page_serves_and_heals(tmp_path: Path) -> None:
             assert call(f"{url}/generate", BODY)[0] == 200
             os.kill(lost["actor_pid"], signal.SIGKILL)
             until(lambda: is_replaced(url, lost, other), patience_s=LIMIT_S, what="it is back, and the router knows")
-            assert not psutil.pid_exists(lost["pid"])
+            until_ended(lost["pid"])
             again = subprocess.run(command, capture_output=True, text=True, check=False)
             assert (again.returncode, again.stderr.count("\n")) == (1, 1)
             assert "is there already" in again.stderr

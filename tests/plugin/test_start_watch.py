@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import psutil
 import pytest
-from support.serving import until
+from support.serving import until, until_ended
 
 PROGRAM = """
 import multiprocessing, sys, time
@@ -74,4 +74,4 @@ def test_ctrl_c(run: tuple[str, subprocess.Popen[str], int]) -> None:
         assert (process.returncode, out, err) == (130, "", "server: interrupted\n")
     else:
         assert (process.returncode, out, err) == (0, "alive\n", ""), "its processes leave their end to it"
-    until(lambda: not psutil.pid_exists(child), what="the child has ended")
+    until_ended(child)

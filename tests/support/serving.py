@@ -14,6 +14,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import psutil
+
 from pla_sglang.testing.server import HttpError, Server, fetch, greedy_body, open_url
 
 T = TypeVar("T")
@@ -31,6 +33,18 @@ def until(ask: Callable[[], T], *, what: str, patience_s: float = PATIENCE_S, po
         assert time.monotonic() < end_s, f"not within {patience_s:g} s: {what}"
         time.sleep(poll_s)
     return answer
+
+
+def until_ended(pid: int) -> None:
+    """A process that is nobody's any more: it may stay a zombie for as long as process 1 likes."""
+
+    def has_ended() -> bool:
+        try:
+            return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return True
+
+    until(has_ended, what=f"process {pid} has ended")
 
 
 async def wait_until(ask: Callable[[], T], *, patience_s: float = 20.0) -> T:

@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 from support.rays import running_ray
+from support.serving import until_ended
 
 from pla_sglang.common.errors import ConfigError
 from pla_sglang.fleet.actuators.interface import ActuatorError, StartedInstance
@@ -94,7 +95,7 @@ def test_instances_start_once_a_plan_and_stop(where: RayFleetName) -> None:
         await actuator.stop_instance(first.name)
         assert await until_listed(actuator, first.name, lambda row: not row) == {}
         await actuator.stop_instance(first.name)
-        assert not psutil.pid_exists(row["pid"])
+        until_ended(row["pid"])
         assert await actuator.start_instance("unified", 7) == dataclasses.replace(first, state="dead")
 
     run(where, act)
@@ -126,7 +127,7 @@ def test_a_lost_instance_comes_back(where: RayFleetName, victim: str) -> None:
         back = await until_listed(
             actuator, "unified-plan-1", lambda row: row["pid"] != lost["pid"] and row["state"] == "ready"
         )
-        assert not psutil.pid_exists(lost["pid"])
+        until_ended(lost["pid"])
         assert (back["plan"], back["restarts"]) == (1, 1)
         assert (await until_listed(actuator, "unified-plan-2", bool))["pid"] == other["pid"]
 
