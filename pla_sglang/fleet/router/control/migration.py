@@ -73,16 +73,8 @@ class RunningMove:
     state: MoveState = HOLDING
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Failed:
-    """A request's last move came to nothing; ``times``: so have as many in a row, each shortly after the other."""
-
-    at_s: float
-    times: int
-
-
 class Migration:
-    """Orders the steps of each move, and keeps it until it is over. It moves nothing before ``start``.
+    """Orders the steps of each move, and keeps it until it is over.
 
     Args:
         send_message: to a relay by its number.
@@ -99,6 +91,8 @@ class Migration:
         booking: Booking,
         table: WorkerTable,
         peering: Peering,
+        client: InstanceClient,
+        tasks: Tasks,
         *,
         send_message: Callable[[int, m.FromControl], None],
         order_abort: Callable[[AbortOrder], None],
@@ -106,19 +100,10 @@ class Migration:
         clock: Callable[[], float],
     ) -> None:
         self._booking, self._ledger, self._series, self._table = booking, booking.ledger, booking.series, table
-        self._peering, self._clock = peering, clock
+        self._peering, self._client, self._tasks, self._clock = peering, client, tasks, clock
         self._send_message, self._order_abort, self._on_over = send_message, order_abort, on_over
-        self._client: InstanceClient | None = None
-        self._tasks = Tasks()
         self._moves: dict[str, RunningMove] = {}
-        self._failed: dict[str, Failed] = {}  # by request
         self.failed = 0
-
-    def start(self, client: InstanceClient) -> None:
-        self._client = client
-
-    async def stop(self) -> None:
-        await self._tasks.close()
 
     def move_request(self, rid: str, target: Worker, reason: str) -> str | None:
         """Moves the request that the router knows as ``rid``. None: it is under way; otherwise why it cannot be."""
@@ -144,14 +129,12 @@ class Migration:
         """Those that are to come to ``target``, and that its load does not show yet."""
         return sum(move.target is target and move.state is HOLDING for move in self._moves.values())
 
-    def sweep_moves(self, now_s: float) -> None:
-        """Called a few times a second: forgets moves of requests that have ended, and rests that are over."""
+    def sweep_moves(self) -> None:
+        """Called a few times a second: forgets moves of requests that have ended."""
         for move in list(self._moves.values()):
             if self._is_current(move) and move.state is PULLING and move.target.state in _NOT_THERE:
                 # Its relay may not notice, as a machine that vanished closes nothing. Tokens of the source win.
                 self._tasks.spawn(self._resume(move))
-        rest_s = self._booking.clock.wall_s(COOL_DOWN_S)
-        self._failed = {rid: failed for rid, failed in self._failed.items() if now_s - failed.at_s < 2 * rest_s}
 
     def find_obstacle(self, record: RequestRecord, target: Worker) -> str | None:
         """Why the request cannot move there now."""
@@ -162,7 +145,7 @@ class Migration:
             return "it is on its way already"
         if self.is_cooling_down(record):
             return "it is in its cool-down, as its last move failed"
-        if self._client is None or source.state is WorkerState.DEAD:
+        if source.state is WorkerState.DEAD:
             return "its instance cannot be asked"
         if target is source or not target.is_ready() or target.description is None or not target.description.hops:
             return "the target cannot take it"
@@ -178,12 +161,12 @@ class Migration:
 
     def is_cooling_down(self, record: RequestRecord) -> bool:
         """True if its last move has come to nothing a short while ago."""
-        failed, source = self._failed.get(record.rid), record.present.decode
-        if failed is None or source is None:
+        source = record.present.decode
+        if record.move_failed_s is None or source is None:
             return False
         drains = source.state is WorkerState.DRAINING
-        rest_s = min(COOL_DOWN_S, DRAIN_COOL_DOWN_S * 2 ** (failed.times - 1)) if drains else COOL_DOWN_S
-        return self._clock() - failed.at_s < self._booking.clock.wall_s(rest_s)
+        rest_s = min(COOL_DOWN_S, DRAIN_COOL_DOWN_S * 2 ** (record.moves_failed - 1)) if drains else COOL_DOWN_S
+        return self._clock() - record.move_failed_s < self._booking.clock.wall_s(rest_s)
 
     # -- what comes of it --------------------------------------------------------------------------------------------
 
@@ -266,8 +249,7 @@ class Migration:
             self._order_abort(order)
         move.attempt.ended_s, move.attempt.failure = now_s, f"{why}: {detail}" if detail else why
         self.failed += 1
-        former = self._failed.get(record.rid)
-        self._failed[record.rid] = Failed(now_s, 1 if former is None else former.times + 1)
+        record.note_failed_move(now_s, again_s=2 * self._booking.clock.wall_s(COOL_DOWN_S))
         self._series.migration_failures.inc(why)
         if resume:
             self._tasks.spawn(self._resume(move))
@@ -283,14 +265,13 @@ class Migration:
         open_legs = [leg for leg in left.legs if leg.state is LEAVING]
         if response.get("status") == "committed":
             for leg in open_legs:
-                self._ledger.finish_leg(move.record, left, leg.leg, self._clock())
+                self._ledger.finish_leg(move.record, left, leg.worker, self._clock())
             return
         for order in order_aborts(move.record, left, open_legs, self._clock()):
             self._order_abort(order)
 
     async def _order(self, worker: Worker, command: dict[str, Any]) -> dict[str, Any]:
         """The answer; empty where there is none."""
-        assert self._client is not None
         try:
             return (await self._client.order_commands(worker, [command]))[0]
         except ControlError as error:

@@ -38,7 +38,7 @@ class AdminRequests:
         """``body``: only that of a POST goes to the control plane."""
         context, number = self._context, next(self._numbers)
         method = "GET" if head.method == "HEAD" else head.method
-        ask = AdminAsk(number, context.number, method, head.path, head.query, body if method == "POST" else b"")
+        ask = AdminAsk(number, context.number, method, head.path, body if method == "POST" else b"")
         if context.control_is_silent() and not can_repeat(ask):
             text = "the control plane does not answer; nothing was done"
             client.send_error(503, "no_control", text, headers=_RETRY_SOON)

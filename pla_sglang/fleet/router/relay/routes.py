@@ -148,7 +148,7 @@ class Routes:
     def _ask_instance(self, client: ResponseWriter, head: RequestHead, body: bytes) -> None:
         context, worker = self._context, self._pick_any()
         on_end = functools.partial(self._answer_question, client, head.path)
-        call = WholeCall(context.pool, context.loop, on_end, timeout_s=context.config.first_byte_timeout_s)
+        call = WholeCall(context.pool, on_end, timeout_s=context.config.first_byte_timeout_s)
         client.attach_work(call)
         # Of the client's headers the instance gets the key at most: its answer is to be whole and plain JSON.
         keeps_key = not context.config.checks_keys and not worker.api_key
@@ -247,7 +247,7 @@ class Routes:
         checks = _GenerationChecks(client, len(workers))
         client.attach_work(checks)
         for worker in workers:
-            call = WholeCall(context.pool, context.loop, checks.on_response, timeout_s=HEALTH_TIMEOUT_S)
+            call = WholeCall(context.pool, checks.on_response, timeout_s=HEALTH_TIMEOUT_S)
             call.send_request(worker, "GET", "/health_generate", admin=False)
 
     def accept_description(self, head: RequestHead) -> AcceptedRequest:

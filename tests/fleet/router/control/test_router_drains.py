@@ -100,7 +100,7 @@ async def test_what_never_can_leave_is_held_less_and_less_often(monkeypatch: pyt
 
         def note_and_fail(move: mig.RunningMove, *args: Any, **kwargs: Any) -> None:
             fail(move, *args, **kwargs)
-            failed_s.append(migration._failed[move.record.rid].at_s)
+            failed_s.append(move.record.move_failed_s or 0.0)
 
         monkeypatch.setattr(migration, "_fail", note_and_fail)
         one.instances[source].hop_answers["hold"] = {"status": "refused", "reason": "memory"}
@@ -206,7 +206,7 @@ async def test_a_target_that_dies_before_the_hold_is_not_asked(monkeypatch: pyte
     async with scene(TWO, **ON) as one:
         source = await start(one)
         target = one.plane.table.by_number[1 - source]
-        order_commands = one.plane._client.order_commands  # type: ignore[union-attr]
+        order_commands = one.plane._client.order_commands
 
         async def slowly(worker: Any, commands: Any) -> Any:
             if commands[0]["do"] == "hold":

@@ -72,7 +72,7 @@ class Place:
             clock=lambda: self.now_s,
             device_clock=clock,
             find_worker=self.table.of,
-            find_record=self.records.get,
+            records=self.records,
             mover=None,
         )
         self.running = RunningRequests(made, self.table, self.orders, clock=lambda: self.now_s, device_clock=clock)
@@ -355,14 +355,6 @@ def test_what_is_not_at_the_source_any_more_is_not_moved(fields: dict[str, Any])
     place.add("b", 1)
     assert [place.order(rid) for rid in ("a", "b", "nobody")] == [Refusal.NOT_MOVABLE] * 3
     assert mover.asked == []
-
-
-def test_many_requests_that_rested_are_forgotten() -> None:
-    place = Place(rest_s=1.0)
-    for number in range(3000):
-        place.order(f"r{number}")
-        place.now_s += 0.01
-    assert len(place.orders._cools_down_until_s) < 1200
 
 
 def test_knobs_out_of_range() -> None:

@@ -246,14 +246,14 @@ def status_failure(rid: str) -> m.Failure:
 async def test_a_500_asks_for_a_health_check_and_counts_nothing_itself() -> None:
     async with scene(["null"], breaker=BreakerKnobs(consecutive=1)) as one:
         checks = 0
-        health = one.plane._client.health  # type: ignore[union-attr]
+        health = one.plane._client.health
 
         async def counted(address: Any) -> None:
             nonlocal checks
             checks += 1
             await health(address)
 
-        one.plane._client.health = counted  # type: ignore[union-attr,method-assign]
+        one.plane._client.health = counted  # type: ignore[method-assign]
         for turn in range(50):
             one.plane.on_message(status_failure(f"r{turn}"))
         await one.until(lambda: checks == 2)  # at once, and once more after the interval, for those that came since

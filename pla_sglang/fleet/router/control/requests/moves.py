@@ -33,7 +33,6 @@ LENGTHS: Mapping[str, Callable[[], RemainingPredictor]] = {
 }
 DISPATCH, PREFILLED = "dispatch", "prefilled"
 NO_MOVER, NOT_THERE = "nothing here can move requests", "it does not run at the source"
-MOST_COOL_DOWNS = 1024  # beyond so many, those that are over are looked for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +102,7 @@ class MoveOrders:
         clock: wall seconds.
         device_clock: in whose seconds ``rest_s`` is.
         mover: None: every order is refused.
-        find_record: the open request of this id.
+        records: the open requests by id.
     """
 
     def __init__(
@@ -113,43 +112,42 @@ class MoveOrders:
         clock: Callable[[], float],
         device_clock: DeviceClock,
         find_worker: Callable[[InstanceView], Worker],
-        find_record: Callable[[str], RequestRecord | None],
+        records: Mapping[str, RequestRecord],
         mover: Mover | None,
     ) -> None:
-        self.mover, self.find_record = mover, find_record
+        self.mover, self.records = mover, records
         self.ordered = 0
         self.refused: Counter[str] = Counter()  # by why
         self._rest_s = rest_s
         self._clock = clock
         self._device_clock = device_clock
         self._find_worker = find_worker
-        self._cools_down_until_s: dict[str, float] = {}
 
     def order_move(self, action: Migrate) -> Refusal | None:
         """Has the request moved, if it is where the policy has seen it."""
         rid, _ = find_rid(action.rid)  # to a policy the rest of an answer is a request of its own
-        self._begin_cool_down(rid)
+        record = self.records.get(rid)
+        if record is not None:
+            record.rests_until_s = self._clock() + self._device_clock.wall_s(self._rest_s)
         if self.mover is None:
             self.refused[NO_MOVER] += 1
             return Refusal.UNSUPPORTED
-        record = self.find_record(rid)
-        here = record is not None and record.state is STREAMING and record.present.decode is not None
-        if not here or record.present.decode.view is not action.source:  # type: ignore[union-attr]
+        if record is None or record.state is not STREAMING or not _is_at(record, action.source):
             self.refused[NOT_THERE] += 1
             return Refusal.NOT_MOVABLE
         why_not = self.mover.move_request(rid, self._find_worker(action.target), action.reason.value)
         if why_not is not None:
             self.refused[why_not] += 1
             return Refusal.NOT_MOVABLE
-        if record.candidate is not None:  # type: ignore[union-attr]
-            record.candidate.predicted_gain = action.gain  # type: ignore[union-attr]
+        if record.candidate is not None:
+            record.candidate.predicted_gain = action.gain
         self.ordered += 1
         return None
 
     def is_cooling_down(self, record: RequestRecord) -> bool:
         """True if a request is to stay where it is: it was ordered to move, or came there, a short while ago."""
         now_s = self._clock()
-        if self._cools_down_until_s.get(record.rid, now_s) > now_s:
+        if record.rests_until_s > now_s:
             return True
         if self.mover is not None and self.mover.is_cooling_down(record):
             return True
@@ -157,9 +155,9 @@ class MoveOrders:
         return joined_s is not None and now_s - joined_s < self._device_clock.wall_s(self._rest_s)
 
     def count_cooling_down(self) -> int:
-        """Requests that were ordered to move and rest; those that have ended are left out."""
-        self._forget_cooled_down()
-        return sum(self.find_record(rid) is not None for rid in self._cools_down_until_s)
+        """Requests that were ordered to move and rest."""
+        now_s = self._clock()
+        return sum(record.rests_until_s > now_s for record in self.records.values())
 
     def to_dict(self) -> dict[str, Any]:
         """For /pla/state."""
@@ -171,13 +169,7 @@ class MoveOrders:
             "resting": self.count_cooling_down(),
         }
 
-    def _begin_cool_down(self, rid: str) -> None:
-        if len(self._cools_down_until_s) >= MOST_COOL_DOWNS:
-            self._forget_cooled_down()
-        self._cools_down_until_s[rid] = self._clock() + self._device_clock.wall_s(self._rest_s)
 
-    def _forget_cooled_down(self) -> None:
-        now_s = self._clock()
-        self._cools_down_until_s = {
-            rid: until_s for rid, until_s in self._cools_down_until_s.items() if until_s > now_s
-        }
+def _is_at(record: RequestRecord, source: InstanceView) -> bool:
+    decode = record.present.decode
+    return decode is not None and decode.view is source

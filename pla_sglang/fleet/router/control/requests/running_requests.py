@@ -100,11 +100,10 @@ class RunningRequests:
 
     def _join_rows(self, worker: Worker) -> Iterator[tuple[RequestRow, RequestRecord]]:
         """Rows of the router's requests that run there now, as far as it knows."""
-        find_record = self.orders.find_record
         for _, rows in worker.rows.values():
             for row in rows:
                 rid, number = find_rid(row.rid)
-                record = find_record(rid)
+                record = self.orders.records.get(rid)
                 if record is None or record.state is ENDED or record.present.number != number:
                     continue
                 if record.present.decode is worker:

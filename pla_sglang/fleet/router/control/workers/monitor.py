@@ -2,7 +2,7 @@
 publish, polls those that send neither, tells them their pool, and drops requests there. Peers, batching and moves are
 told to instances by ``peering``, ``batching`` and ``migration``.
 
-Each worker has at most one check and one poll under way. Tasks belong to the monitor and end with it.
+Each worker has at most one check and one poll under way.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ class InstanceMonitor:
         on_aborted: called when an instance has confirmed an abort, or is dead; the second argument says which.
     """
 
-    _client: InstanceClient
-
     def __init__(
         self,
         table: WorkerTable,
         health: Health,
-        clock: Clock,
+        client: InstanceClient,
+        tasks: Tasks,
         *,
+        clock: Clock,
         poll_interval_s: float,
         on_report: Callable[[NewReport], None],
         on_description: Callable[[Description], None],
@@ -72,10 +72,9 @@ class InstanceMonitor:
         self.polls = 0
         self._table = table
         self._health = health
-        self._clock = clock
+        self._client, self._tasks, self._clock = client, tasks, clock
         self._poll_interval_s = poll_interval_s
         self._on_report, self._on_description, self._on_aborted = on_report, on_description, on_aborted
-        self._tasks = Tasks()
         self._checked_s: dict[int, float] = {}
         self._verified_s: dict[int, float] = {}
         self._polled_s: dict[int, float] = {}
@@ -87,9 +86,8 @@ class InstanceMonitor:
 
     # -- life --------------------------------------------------------------------------------------------------------
 
-    def start(self, client: InstanceClient, telemetry: str) -> None:
+    def start(self, telemetry: str) -> None:
         """Raises ConfigError where the address of the telemetry cannot be bound."""
-        self._client = client
         if telemetry:
             try:
                 self._puller = Puller(telemetry)
@@ -99,8 +97,7 @@ class InstanceMonitor:
         self._tasks.spawn(self._take_published())
         self._tasks.spawn(self._watch())
 
-    async def stop(self) -> None:
-        await self._tasks.close()
+    def close(self) -> None:
         self.published.close()
         if self._puller is not None:
             self._puller.close()

@@ -42,29 +42,28 @@ UNTOLD = "does not know its peers"
 
 
 class Peering:
-    """Peers of the workers of one table. It tells nobody before ``start``.
+    """Peers of the workers of one table.
 
     Args:
         count: called with what came of a list: ``told`` or ``failed``.
         router_key: told with each list, so that instances take legs from nobody else; empty: none is told.
     """
 
-    def __init__(self, table: WorkerTable, count: Callable[[str], None], *, router_key: str = "") -> None:
-        self._table = table
+    def __init__(
+        self,
+        table: WorkerTable,
+        client: InstanceClient,
+        tasks: Tasks,
+        *,
+        count: Callable[[str], None],
+        router_key: str,
+    ) -> None:
+        self._table, self._client, self._tasks = table, client, tasks
         self._key = {"router_key": router_key} if router_key else {}
         self._count = count
         self._journal = PeerLog()
-        self._tasks = Tasks()
-        self._client: InstanceClient | None = None
         self.wanted_rows: Callable[[], Mapping[str, Any] | None] = lambda: None  # of running requests, in load reports
         self._changed: dict[int, asyncio.Event] = {}  # by number of the stateless workers that are being told
-
-    def start(self, client: InstanceClient) -> None:
-        self._client = client
-        self.update_peers()
-
-    async def stop(self) -> None:
-        await self._tasks.close()
 
     def is_connected(self, prefill: InstanceView, decode: InstanceView) -> bool:
         """True if KV cache can go from the first to the second now. Stock instances connect by themselves."""
@@ -86,14 +85,12 @@ class Peering:
 
     def update_peers(self) -> None:
         """The table has changed."""
-        if self._client is None:
-            return
         for worker in self._table:
             if worker.view.kind is not InstanceKind.STATELESS or worker.description is None:
                 continue
             if worker.number not in self._changed:
                 self._changed[worker.number] = asyncio.Event()
-                self._tasks.spawn(self._keep_telling(self._client, worker))
+                self._tasks.spawn(self._keep_telling(worker))
         for changed in self._changed.values():
             changed.set()
 
@@ -102,7 +99,7 @@ class Peering:
         described = (other for other in self._table if other is not worker and other.description is not None)
         return {other.view.name: other for other in described if _bootstrap_port(other) is not None}
 
-    async def _keep_telling(self, client: InstanceClient, worker: Worker) -> None:
+    async def _keep_telling(self, worker: Worker) -> None:
         """As long as it lives."""
         changed, retry_s = self._changed[worker.number], RETRY_S[0]
         while worker.state is not WorkerState.DEAD:
@@ -112,7 +109,7 @@ class Peering:
             changed.clear()
             peers = self._peers_of(worker)
             try:
-                states = await client.tell_peers(worker, self._told_to(worker, peers))
+                states = await self._client.tell_peers(worker, self._told_to(worker, peers))
             except ControlError as error:
                 self._note_not_configured(worker, error)
                 wait_s = None
