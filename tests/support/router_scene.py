@@ -167,9 +167,7 @@ def enter_worker(
 
 
 def hear_report(plane: ControlPlane, report: Report) -> None:
-    new = plane._monitor.intake.on_report(report, plane._clock())
-    assert new is not None
-    plane._on_report(new)
+    plane._monitor.take_report(report)
 
 
 @asynccontextmanager

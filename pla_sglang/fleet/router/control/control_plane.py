@@ -44,7 +44,6 @@ from pla_sglang.fleet.router.control.workers.discovery import Description, parse
 from pla_sglang.fleet.router.control.workers.health import Health
 from pla_sglang.fleet.router.control.workers.monitor import InstanceMonitor
 from pla_sglang.fleet.router.control.workers.peering import Peering
-from pla_sglang.fleet.router.control.workers.report_intake import NewReport
 from pla_sglang.fleet.router.control.workers.state_file import StateFile
 from pla_sglang.fleet.router.control.workers.table import Worker, WorkerState, WorkerTable
 from pla_sglang.fleet.router.control.workers.tasks import Tasks
@@ -56,7 +55,7 @@ from pla_sglang.fleet.router.wire.protocols import RelayPort
 from pla_sglang.load.prefix_index import PrefixIndex
 from pla_sglang.policy.common.device_clock import DeviceClock
 from pla_sglang.policy.common.plan_log import count_instances
-from pla_sglang.policy.interface.decisions import SetLengthClass, SetRole
+from pla_sglang.policy.interface.decisions import PrefillSample, SetLengthClass, SetRole
 from pla_sglang.policy_packages import find_policy
 from pla_sglang.profiles.load import load_profile
 
@@ -118,7 +117,9 @@ class ControlPlane:
         self._batching = BatchingOrders(self.table, self._client, self._tasks)
         self.scaling = self._make_scaling()
         self._plans = PlanRecorder(self.scaling.log)
-        booking = Booking(Ledger(), Prompts(knobs.prompts, PrefixIndex()), self.series, device_clock)
+        booking = Booking(
+            Ledger(), Prompts(PrefixIndex(), tokenize_bytes=knobs.tokenize_bytes), self.series, device_clock
+        )
         self.migration = self._make_migration(booking)
         self.policy = self._make_policy(booking)
         self._peering.wanted_rows = self.policy.wanted_rows
@@ -323,7 +324,7 @@ class ControlPlane:
                 "polls": self._monitor.polls,
                 "published": self._monitor.published.received,
                 "published_malformed": self._monitor.published.malformed,
-                "reports_of_nobody": self._monitor.intake.unknown,
+                "reports_of_nobody": self._monitor.reports_of_nobody,
                 "reports_lost": sum(worker.load.lost_reports for worker in self.table.workers),
             },
             "worker_service": None if self._service is None else self._service.to_dict(),
@@ -418,12 +419,12 @@ class ControlPlane:
         self._drains.empty_drained()
         self.dispatcher.dispatch_pending(now_s)
 
-    def _on_report(self, report: NewReport) -> None:
-        """A load report has come: the policy learns from it, and a request that waits may go now."""
+    def _on_report(self, worker: Worker, sample: PrefillSample | None) -> None:
+        """A load is known anew: the policy learns from it, and a request that waits may go now."""
         now_s = self._clock()
-        self.dispatcher.index.show_cache(report.worker.view)
-        self.policy.learn_steps(report.worker)
-        self.policy.on_report(report.worker.view, report.sample, now_s)
+        self.dispatcher.index.show_cache(worker.view)
+        self.policy.learn_steps(worker)
+        self.policy.on_report(worker.view, sample, now_s)
         self.dispatcher.dispatch_pending(now_s)
 
     def _on_aborted(self, order: AbortOrder, outcome: str) -> None:

@@ -66,9 +66,11 @@ class Drains:
     # -- instances that end ------------------------------------------------------------------------------------------
 
     async def watch_endings(self) -> None:
-        """Never ends. An instance that was told to end (SIGTERM) finishes what it has, and takes what still comes. Those
-        of ours say so when they are asked, be they busy or idle; of stock ones nobody knows: their /health says 503,
-        and is not asked, as an idle one computes a token for it."""
+        """Never ends. An instance that was told to end (SIGTERM) finishes what it has, and takes what still comes.
+
+        Those of ours say so when they are asked, be they busy or idle. Of stock ones nobody knows: their /health says
+        503, and is not asked, as an idle one computes a token for it.
+        """
         while True:
             await asyncio.sleep(self._dispatcher.health.knobs.interval_s)
             ready = [worker for worker in self._dispatcher.table if worker.is_ready()]

@@ -27,7 +27,6 @@ from pla_sglang.fleet.router.control.requests.request_record import (
     Attempt,
     MoveKind,
     RequestRecord,
-    name_at_instance,
 )
 from pla_sglang.fleet.router.control.workers.abort_order import AbortOrder
 from pla_sglang.fleet.router.control.workers.errors import ControlError
@@ -37,6 +36,7 @@ from pla_sglang.fleet.router.control.workers.peering import Peering
 from pla_sglang.fleet.router.control.workers.table import Worker, WorkerState, WorkerTable
 from pla_sglang.fleet.router.control.workers.tasks import Tasks
 from pla_sglang.fleet.router.wire import messages as m
+from pla_sglang.fleet.router.wire.rids import rid_at_instance
 from pla_sglang.policy.interface.fast_enum import FastEnum
 
 logger = logging.getLogger(__name__)
@@ -116,7 +116,7 @@ class Migration:
         record.candidate = attempt = record.next_attempt(reason, how=self.find_way(source, target))
         attempt.prefill = attempt.decode = target
         room = self._ledger.open_candidate(record, target.number, self._clock())
-        move = RunningMove(record, source, target, name_at_instance(record, record.present), room, attempt)
+        move = RunningMove(record, source, target, rid_at_instance(*record.key), room, attempt)
         self._moves[rid] = move
         self._tasks.spawn(self._hold(move))
         return None

@@ -35,7 +35,6 @@ from pla_sglang.fleet.router.control.requests.request_record import (
     PREFILL,
     STREAMING,
     RequestRecord,
-    name_at_instance,
     record_of,
 )
 from pla_sglang.fleet.router.control.suspects import Suspects, Suspicion, needs_check
@@ -45,6 +44,7 @@ from pla_sglang.fleet.router.control.workers.health import Health
 from pla_sglang.fleet.router.control.workers.table import Worker, WorkerReason, WorkerState
 from pla_sglang.fleet.router.control.workers.worker_log import count_states, describe_lack
 from pla_sglang.fleet.router.wire import messages as m
+from pla_sglang.fleet.router.wire.rids import rid_at_instance
 from pla_sglang.policy.admission import Admission, AdmissionReason, Verdict, is_saturated
 from pla_sglang.policy.fair_queue import FairQueue
 from pla_sglang.policy.interface.fleet import InstanceView, RequestView
@@ -112,7 +112,7 @@ class RequestDispatcher:
         self.explained = ExplainStore(knobs.stories)
         self.tracing: OtlpTracing | None = None  # None: no spans
         self.duplicates: Counter[str] = Counter()  # refused for their id; their Completed is not that of the first
-        self.exclusions = Exclusions(self.table, knobs.exclusions)
+        self.exclusions = Exclusions(self.table, knobs.full_avoid_s)
         self.limits = TenantLimits()
         self.retry_budget = RetryBudget(knobs.retry_budget)
         self.suspects = Suspects(policy, health.knobs)
@@ -228,7 +228,7 @@ class RequestDispatcher:
             runner.finish(former, max(0, over.delivered_tokens - record.policy_tokens), now_s)
         asked = record.ask.output_tokens
         view = RequestView(
-            rid=name_at_instance(record, record.present),
+            rid=rid_at_instance(*record.key),
             input_tokens=record.prompt.tokens + over.delivered_tokens,
             arrival_s=self.policy.clock.device_s(over.at_s),
             cached=self.prompts.find_cached(record.prompt),

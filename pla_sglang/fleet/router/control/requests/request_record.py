@@ -20,7 +20,6 @@ from pla_sglang.fleet.router.control.requests.prompts import Prompt
 from pla_sglang.fleet.router.control.requests.targets import TPOT_MEMBER, TTFT_MEMBER, Target, find_target
 from pla_sglang.fleet.router.control.workers.table import Worker
 from pla_sglang.fleet.router.wire.messages import Ask, Cause, Outcome, Over
-from pla_sglang.fleet.router.wire.rids import rid_at_instance
 from pla_sglang.policy.common.device_clock import DeviceClock
 from pla_sglang.policy.interface.fast_enum import FastEnum
 from pla_sglang.policy.interface.fleet import RequestView
@@ -395,8 +394,3 @@ def record_of(
     else:
         record.begin_attempt(over, over.at_s)
     return record
-
-
-def name_at_instance(record: RequestRecord, attempt: Attempt) -> str:
-    """The id under which the instances of ``attempt`` know the request."""
-    return rid_at_instance(record.rid, attempt.number)

@@ -18,16 +18,19 @@ import zmq
 
 from pla_sglang.common.errors import ConfigError
 from pla_sglang.fleet.router.control.workers.abort_order import AbortOrder
-from pla_sglang.fleet.router.control.workers.discovery import Description, polled_load
+from pla_sglang.fleet.router.control.workers.discovery import CLASSES, Description, polled_load
 from pla_sglang.fleet.router.control.workers.errors import ControlError, NoResponseError, UnreachableError, WorkerError
 from pla_sglang.fleet.router.control.workers.health import Health, ProbeResult
 from pla_sglang.fleet.router.control.workers.instance_client import InstanceClient
 from pla_sglang.fleet.router.control.workers.published_load import PublishedLoads
-from pla_sglang.fleet.router.control.workers.report_intake import NewReport, ReportIntake
 from pla_sglang.fleet.router.control.workers.state_file import SavedWorker
 from pla_sglang.fleet.router.control.workers.table import Worker, WorkerReason, WorkerState, WorkerTable
 from pla_sglang.fleet.router.control.workers.tasks import Tasks
+from pla_sglang.load.instance_load import InstanceLoad, prefill_sample
+from pla_sglang.load.report import Report
 from pla_sglang.load.sockets import Puller
+from pla_sglang.load.tracker import ReportEffect
+from pla_sglang.policy.interface.decisions import PrefillSample
 from pla_sglang.policy.interface.fleet import InstanceView, Role
 from pla_sglang.policy.interface.prefill import PrefillClass
 
@@ -48,7 +51,7 @@ class InstanceMonitor:
 
     Args:
         poll_interval_s: of instances without fresh reports.
-        on_report: called with every report that says something new.
+        on_report: called with a worker whose load is known anew, and the prefill passes that its report tells of.
         on_description: called with what a worker says of itself for the first time, before the table has it. It raises
             ConfigError where such an instance cannot be served.
         on_aborted: called when an instance has confirmed an abort, or is dead; the second argument says which.
@@ -63,13 +66,12 @@ class InstanceMonitor:
         *,
         clock: Clock,
         poll_interval_s: float,
-        on_report: Callable[[NewReport], None],
+        on_report: Callable[[Worker, PrefillSample | None], None],
         on_description: Callable[[Description], None],
         on_aborted: Callable[[AbortOrder, str], None],
     ) -> None:
-        self.intake = ReportIntake(table)
         self.published = PublishedLoads()
-        self.polls = 0
+        self.polls = self.reports_of_nobody = 0
         self._table = table
         self._health = health
         self._client, self._tasks, self._clock = client, tasks, clock
@@ -232,11 +234,7 @@ class InstanceMonitor:
         try:
             while True:
                 for report in puller.drain():
-                    heard = self.intake.on_report(report, self._clock())
-                    if heard is not None and heard.restarted:
-                        self.restarted(heard.worker)
-                    elif heard is not None:
-                        self._on_report(heard)
+                    self.take_report(report)
                 wake.clear()
                 # Not wait_for: where both fall together, it takes a cancellation for a wake-up, and this never ends.
                 with contextlib.suppress(TimeoutError):
@@ -245,15 +243,45 @@ class InstanceMonitor:
         finally:
             loop.remove_reader(descriptor)
 
+    def take_report(self, report: Report) -> None:
+        """A server with several data-parallel ranks is one worker here. A report of another process than before, of
+        another start time, tells that the instance was restarted."""
+        worker, now_s = self._find_reporter(report.instance), self._clock()
+        if worker is None:
+            self.reports_of_nobody += 1
+            return
+        effect = worker.load.on_report(report, now_s)
+        if effect is ReportEffect.RESTARTED:
+            self.restarted(worker)
+            return
+        if effect is ReportEffect.OUTDATED:
+            return
+        worker.heard_s = now_s
+        worker.legs = report.legs
+        if report.requests is not None:
+            worker.rows[report.dp_rank] = now_s, report.requests
+        if report.role in CLASSES and worker.description is not None and self._table.pools:
+            worker.detail = f"says {report.role}" if CLASSES[report.role] is not worker.view.length_class else ""
+        starts = worker.state is WorkerState.STARTING
+        self._on_report(worker, None if starts else prefill_sample(worker.view, report, self._table.clock))
+
+    def _find_reporter(self, key: str) -> Worker | None:
+        """None as well where several sign like that: who took one for the other would see restarts without end."""
+        named = [one for one in self._table if one.description is not None and one.description.report_key == key]
+        if len(named) > 1:
+            for worker in named:
+                worker.detail = f"{len(named)} instances report as {key}; give each a name (--pla-instance)"
+            return None
+        starting = (one for one in self._table if one.state is WorkerState.STARTING and one.view.name == key)
+        return named[0] if named else next(starting, None)
+
     async def _take_published(self) -> None:
         """Takes the loads that stock engines publish, as if they had been polled."""
         while True:
             now_s = self._clock()
             for number, response in self.published.drain(now_s):
                 worker = self._table.by_number[number]
-                if worker.state is not WorkerState.DEAD:
-                    worker.load.on_load(polled_load(response, worker.view.kind), now_s)
-                    self._on_report(NewReport(worker, None))
+                self._take_load(worker, polled_load(response, worker.view.kind))
             await asyncio.sleep(DRAIN_TICK_S if self.published.is_following() else CHECK_TICK_S)
 
     async def _poll(self, worker: Worker) -> None:
@@ -262,9 +290,12 @@ class InstanceMonitor:
         except ControlError:
             return  # health checks judge; a load that is not known is corrected by what was sent
         self.polls += 1
+        self._take_load(worker, load)
+
+    def _take_load(self, worker: Worker, load: InstanceLoad) -> None:
         if worker.state is not WorkerState.DEAD:
             worker.load.on_load(load, self._clock())
-            self._on_report(NewReport(worker, None))
+            self._on_report(worker, None)
 
     # -- orders ------------------------------------------------------------------------------------------------------
 
