@@ -90,19 +90,16 @@ class ControlPlane:
         has_standby: Callable[[], bool | None] = lambda: None,
         clock: Clock = time.monotonic,
     ) -> None:
-        self.knobs = knobs
+        self.knobs, self._clock = knobs, clock
         self._life = secrets.randbits(62)  # differs from that of any earlier life, also of another router
         self._prepared = prepared or Preparation(knobs)
-        self._clock = clock
         self._tasks, self._client = Tasks(), self._prepared.client
         self._state_file = StateFile(knobs.memory_file)
         self._journal = WorkerLog(lambda worker, since_s: find_fates(worker, self.dispatcher.known_records(), since_s))
         self.series = RouterSeries(self._read_gauges, lambda: self.policy.running.lengths.sums)
         self.series.takeovers.inc(by=lease.epoch - 1)
-        policy = find_policy(knobs.policy)
-        self._length_blind = policy.length_blind
         device_clock = DeviceClock()  # set when the first instance says what it is
-        self.table = self._make_table(device_clock, pools=policy.pools)
+        self.table = self._make_table(device_clock)
         self._lack = LackLog(self.table, knobs.pending_s)
         self.succession = Succession(lease, clock, self.table.can_serve, has_standby)
         self._watch = FleetWatch(self.table, self.series.worker_ttft, self.series.requests.take_recent)
@@ -111,41 +108,29 @@ class ControlPlane:
         self._relays = RelayPorts(knobs, self.table, lease.epoch, router_key=router_key)
         health = Health(self.table, knobs.health)
         self._monitor = self._make_monitor(health)
-        self._peering = Peering(
-            self.table, self._client, self._tasks, count=self.series.peer_lists.inc, router_key=router_key
-        )
-        self._batching = BatchingOrders(self.table, self._client, self._tasks)
+        self._peering = Peering(self.table, self._client, self.series.peer_lists.inc, router_key=router_key)
+        self._batching = BatchingOrders(self.table, self._client)
         self.scaling = self._make_scaling()
         self._plans = PlanRecorder(self.scaling.log)
-        booking = Booking(
-            Ledger(), Prompts(PrefixIndex(), tokenize_bytes=knobs.tokenize_bytes), self.series, device_clock
-        )
+        prompts = Prompts(PrefixIndex(), tokenize_bytes=knobs.tokenize_bytes)
+        booking = Booking(Ledger(), prompts, self.series, device_clock)
         self.migration = self._make_migration(booking)
         self.policy = self._make_policy(booking)
         self._peering.wanted_rows = self.policy.wanted_rows
-        send_message, order_abort = self._relays.send_message, self._monitor.abort
-        self.dispatcher = RequestDispatcher(
-            knobs, health, self.policy, booking, send_message=send_message, order_abort=order_abort
-        )
-        self._events = RequestEvents(self.dispatcher, self._monitor, send_message=send_message)
-        self._silence = SilenceWatch(self.dispatcher, send_message=send_message)
+        send, abort = self._relays.send_message, self._monitor.abort
+        self.dispatcher = RequestDispatcher(knobs, health, self.policy, booking, send_message=send, order_abort=abort)
+        self._events = RequestEvents(self.dispatcher, self._monitor, send_message=send)
+        self._silence = SilenceWatch(self.dispatcher, send_message=send)
         self._late = LatePlacement(self.dispatcher, self.migration)
         self._drains = Drains(self.dispatcher, self.migration, self._client, clock=clock)
-        self._routes = AdminRoutes(
-            self.dispatcher,
-            self._state_file,
-            self._worker_file,
-            read_state=self.read_state,
-            draw_fleet=self.draw_fleet,
-            clock=clock,
-        )
+        self._routes = self._make_routes()
         self._handlers = self._message_handlers()
 
-    def _make_table(self, device_clock: DeviceClock, *, pools: bool) -> WorkerTable:
+    def _make_table(self, device_clock: DeviceClock) -> WorkerTable:
         return WorkerTable(
             self.knobs.breaker,
             next_number=self._state_file.state.next_number,
-            pools=pools,
+            pools=find_policy(self.knobs.policy).pools,
             settle_s=self.knobs.settle_s,
             clock=device_clock,
             on_change=self._on_worker_change,
@@ -157,10 +142,8 @@ class ControlPlane:
 
     def _make_monitor(self, health: Health) -> InstanceMonitor:
         return InstanceMonitor(
-            self.table,
             health,
             self._client,
-            self._tasks,
             clock=self._clock,
             poll_interval_s=self.knobs.poll_interval_s,
             on_report=self._on_report,
@@ -182,10 +165,8 @@ class ControlPlane:
     def _make_migration(self, booking: Booking) -> Migration:
         return Migration(
             booking,
-            self.table,
             self._peering,
             self._client,
-            self._tasks,
             send_message=self._relays.send_message,
             order_abort=self._monitor.abort,
             on_over=self._on_move_over,
@@ -211,6 +192,16 @@ class ControlPlane:
             clock=booking.clock,
             is_connected=self._peering.is_connected,
             on_action=self._on_action,
+        )
+
+    def _make_routes(self) -> AdminRoutes:
+        return AdminRoutes(
+            self.dispatcher,
+            self._state_file,
+            self._worker_file,
+            read_state=self.read_state,
+            draw_fleet=self.draw_fleet,
+            clock=self._clock,
         )
 
     # -- ControlPort -------------------------------------------------------------------------------------------------
@@ -257,9 +248,9 @@ class ControlPlane:
 
     async def stop(self) -> None:
         await self._tasks.close()
+        await self._client.close()
         self._monitor.close()
         await self.scaling.close()
-        await self._client.close()
         self.policy.close_recording()
         self._save_state()
         if self.dispatcher.tracing is not None:
@@ -387,7 +378,7 @@ class ControlPlane:
             for number, controller in enumerate(runner.policy.controllers):
                 interval_s = self.policy.clock.wall_s(controller.interval_s)
                 self._call_every(interval_s, functools.partial(self._tick_controller, number))
-        if self.dispatcher.prompts.encode is None and not self._length_blind:
+        if self.dispatcher.prompts.encode is None and not find_policy(self.knobs.policy).length_blind:
             self.dispatcher.prompts.encode = load_tokenizer(self.knobs.tokenizer or description.tokenizer)
 
     def _on_worker_change(self, worker: Worker) -> None:

@@ -33,8 +33,7 @@ from pla_sglang.fleet.router.control.workers.errors import ControlError
 from pla_sglang.fleet.router.control.workers.exclusions import find_unfit
 from pla_sglang.fleet.router.control.workers.instance_client import InstanceClient
 from pla_sglang.fleet.router.control.workers.peering import Peering
-from pla_sglang.fleet.router.control.workers.table import Worker, WorkerState, WorkerTable
-from pla_sglang.fleet.router.control.workers.tasks import Tasks
+from pla_sglang.fleet.router.control.workers.table import Worker, WorkerState
 from pla_sglang.fleet.router.wire import messages as m
 from pla_sglang.fleet.router.wire.rids import rid_at_instance
 from pla_sglang.policy.interface.fast_enum import FastEnum
@@ -89,18 +88,16 @@ class Migration:
     def __init__(
         self,
         booking: Booking,
-        table: WorkerTable,
         peering: Peering,
         client: InstanceClient,
-        tasks: Tasks,
         *,
         send_message: Callable[[int, m.FromControl], None],
         order_abort: Callable[[AbortOrder], None],
         on_over: Callable[[float], None],
         clock: Callable[[], float],
     ) -> None:
-        self._booking, self._ledger, self._series, self._table = booking, booking.ledger, booking.series, table
-        self._peering, self._client, self._tasks, self._clock = peering, client, tasks, clock
+        self._booking, self._ledger, self._series = booking, booking.ledger, booking.series
+        self._peering, self._client, self._clock = peering, client, clock
         self._send_message, self._order_abort, self._on_over = send_message, order_abort, on_over
         self._moves: dict[str, RunningMove] = {}
         self.failed = 0
@@ -118,7 +115,7 @@ class Migration:
         room = self._ledger.open_candidate(record, target.number, self._clock())
         move = RunningMove(record, source, target, rid_at_instance(*record.key), room, attempt)
         self._moves[rid] = move
-        self._tasks.spawn(self._hold(move))
+        self._client.spawn(self._hold(move))
         return None
 
     def count_leaving(self, source: Worker) -> int:
@@ -134,7 +131,7 @@ class Migration:
         for move in list(self._moves.values()):
             if self._is_current(move) and move.state is PULLING and move.target.state in _NOT_THERE:
                 # Its relay may not notice, as a machine that vanished closes nothing. Tokens of the source win.
-                self._tasks.spawn(self._resume(move))
+                self._client.spawn(self._resume(move))
 
     def find_obstacle(self, record: RequestRecord, target: Worker) -> str | None:
         """Why the request cannot move there now."""
@@ -149,7 +146,7 @@ class Migration:
             return "its instance cannot be asked"
         if target is source or not target.is_ready() or target.description is None or not target.description.hops:
             return "the target cannot take it"
-        if target.view in find_unfit(record.ask, self._table):
+        if target.view in find_unfit(record.ask, self._peering.table):
             return "the target cannot serve it"
         return "no KV cache can go to the target" if self.find_way(source, target) is None else None
 
@@ -214,7 +211,7 @@ class Migration:
         assert attempt.how is not None
         self._series.migrations.inc(attempt.how.value, attempt.cause)
         self._series.migration_gap_s.observe(progress.gap_s or 0.0)
-        self._tasks.spawn(self._commit(move, left))
+        self._client.spawn(self._commit(move, left))
         self._on_over(now_s)
 
     def on_dropped(self, dropped: m.Dropped, now_s: float) -> None:
@@ -252,7 +249,7 @@ class Migration:
         record.note_failed_move(now_s, again_s=2 * self._booking.clock.wall_s(COOL_DOWN_S))
         self._series.migration_failures.inc(why)
         if resume:
-            self._tasks.spawn(self._resume(move))
+            self._client.spawn(self._resume(move))
         self._on_over(now_s)
 
     async def _resume(self, move: RunningMove) -> None:

@@ -19,6 +19,7 @@ from typing import NamedTuple, Protocol, cast
 
 from pla_sglang.fleet.router.http.framing import Chunked, Framing, Sized
 from pla_sglang.fleet.router.http.head import CRLF2, BadMessage, RequestHead, parse_request
+from pla_sglang.fleet.router.http.responses import RETRY_SOON
 from pla_sglang.fleet.router.relay.context import RelayContext
 from pla_sglang.fleet.router.relay.response_writer import ResponseWriter
 from pla_sglang.fleet.router.relay.upstream_connection import set_no_delay
@@ -187,7 +188,7 @@ class ClientConnection(asyncio.Protocol):
             raise _body_too_long(accepted.max_body_bytes)
         if not self._context.incoming.try_hold(len(piece)):
             text = "too many request bodies are on their way in"
-            raise BadMessage("buffers_full", text, 503, headers=(("retry-after", "1"),))
+            raise BadMessage("buffers_full", text, 503, headers=RETRY_SOON)
         self._received_bytes += len(piece)
         if self._parts and len(self._parts[-1]) < JOIN_BYTES:
             self._parts[-1] += piece

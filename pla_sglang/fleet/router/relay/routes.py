@@ -27,6 +27,7 @@ from pla_sglang.common.origins import is_foreign_page, is_unsafe_name
 from pla_sglang.fleet.router.http.head import BadMessage, RequestHead
 from pla_sglang.fleet.router.http.instance_facts import FACTS, answer_about_instance
 from pla_sglang.fleet.router.http.json_body import read_body
+from pla_sglang.fleet.router.http.responses import RETRY_SOON
 from pla_sglang.fleet.router.keys_file import ClientKeys, has_expired
 from pla_sglang.fleet.router.relay.admin_requests import AdminRequests
 from pla_sglang.fleet.router.relay.client_connection import AcceptedRequest
@@ -49,7 +50,6 @@ PASSED_POST = (
 SMALL_BODY_BYTES = 65_536  # of requests that need none, whose body is dropped, and of operators' requests
 PAGE = "/pla/view"
 WRONG_KEY = "the key is missing or wrong (Authorization: Bearer KEY)"
-RETRY_SOON = (("retry-after", "1"),)
 HEALTH_TIMEOUT_S = 20.0  # SGLang's own limit for its generation check
 # A control process that ends is started again, after 5 s at most. One that is silent for so long stands still, or has
 # failed to start a dozen times. The end of the router ends what still runs and waits, too: so not before

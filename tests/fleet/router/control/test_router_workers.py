@@ -14,7 +14,6 @@ from pla_sglang.fleet.router.control.workers.health import Health, HealthKnobs, 
 from pla_sglang.fleet.router.control.workers.instance_client import InstanceClient
 from pla_sglang.fleet.router.control.workers.monitor import InstanceMonitor
 from pla_sglang.fleet.router.control.workers.table import LEGAL, Worker, WorkerReason, WorkerState, WorkerTable
-from pla_sglang.fleet.router.control.workers.tasks import Tasks
 from pla_sglang.fleet.router.tls import TlsContext, WorkerTls
 from pla_sglang.load import report as telemetry
 from pla_sglang.load.instance_load import InstanceLoad
@@ -253,10 +252,8 @@ def test_reports_that_could_be_of_two_instances_are_of_none() -> None:
     table, _, workers = make(UNIFIED, dataclasses.replace(UNIFIED, report_key="other"))
     heard: list[Worker] = []
     monitor = InstanceMonitor(
-        table,
         Health(table, HealthKnobs()),
         InstanceClient(TlsContext(WorkerTls(), now_s=0.0), timeout_s=1.0),
-        Tasks(),
         clock=lambda: 1.0,
         poll_interval_s=1.0,
         on_report=lambda worker, _: heard.append(worker),

@@ -9,7 +9,6 @@ from typing import Any
 from pla_sglang.fleet.router.control.workers.errors import ControlError
 from pla_sglang.fleet.router.control.workers.instance_client import InstanceClient
 from pla_sglang.fleet.router.control.workers.table import Worker, WorkerState, WorkerTable
-from pla_sglang.fleet.router.control.workers.tasks import Tasks
 from pla_sglang.policy.dopd.batching import BatchingKnobs
 
 logger = logging.getLogger(__name__)
@@ -19,8 +18,8 @@ RETRY_S = (0.5, 30.0)  # first and longest wait after a failure
 class BatchingOrders:
     """Tells the workers of one table how to batch, also those that come later."""
 
-    def __init__(self, table: WorkerTable, client: InstanceClient, tasks: Tasks) -> None:
-        self._table, self._client, self._tasks = table, client, tasks
+    def __init__(self, table: WorkerTable, client: InstanceClient) -> None:
+        self._table, self._client = table, client
         self._wanted: BatchingKnobs | None = None
         self._known: dict[int, BatchingKnobs] = {}  # what each worker was told last, by number
         self._telling: set[int] = set()
@@ -41,7 +40,7 @@ class BatchingOrders:
                 continue
             if self._known.get(worker.number) != self._wanted:
                 self._telling.add(worker.number)
-                self._tasks.spawn(self._tell(worker))
+                self._client.spawn(self._tell(worker))
 
     async def _tell(self, worker: Worker) -> None:
         """Until it knows what is wanted then."""

@@ -16,7 +16,7 @@ import dataclasses
 import itertools
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -25,6 +25,7 @@ from pla_sglang.common.secret_names import HIDDEN, hide_in_text
 from pla_sglang.fleet.router.control.workers.discovery import Address, Description, describe, polled_load
 from pla_sglang.fleet.router.control.workers.errors import ControlError, NoResponseError, UnreachableError, WorkerError
 from pla_sglang.fleet.router.control.workers.table import Worker
+from pla_sglang.fleet.router.control.workers.tasks import Tasks
 from pla_sglang.fleet.router.relay.proxied_call import WholeCall
 from pla_sglang.fleet.router.relay.upstream_connection import UpstreamPool
 from pla_sglang.fleet.router.tls import TlsContext
@@ -50,16 +51,22 @@ class _Host:
 
 
 class InstanceClient:
-    """A client for all instances; ``close`` it. ``tls``: for those with https."""
+    """A client for all instances, with the tasks that ask them; ``close`` it. ``tls``: for those with https."""
 
     def __init__(self, tls: TlsContext, *, timeout_s: float, api_key: str = "", admin_key: str = "") -> None:
         self._timeout_s, self._keys = timeout_s, (api_key, admin_key)
         self._pool = UpstreamPool(tls, connect_timeout_s=timeout_s, idle_s=IDLE_S)
+        self._tasks = Tasks()
         self._swept_s = 0.0
         self._numbers = itertools.count()
         self._hosts: dict[Address, _Host] = {}
 
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """A task that ends with this client at the latest."""
+        self._tasks.spawn(work)
+
     async def close(self) -> None:
+        await self._tasks.close()
         await self._pool.close_pool()
 
     async def describe(self, address: Address, *, with_model: bool = False) -> Description:

@@ -24,8 +24,7 @@ from pla_sglang.fleet.router.control.workers.health import Health, ProbeResult
 from pla_sglang.fleet.router.control.workers.instance_client import InstanceClient
 from pla_sglang.fleet.router.control.workers.published_load import PublishedLoads
 from pla_sglang.fleet.router.control.workers.state_file import SavedWorker
-from pla_sglang.fleet.router.control.workers.table import Worker, WorkerReason, WorkerState, WorkerTable
-from pla_sglang.fleet.router.control.workers.tasks import Tasks
+from pla_sglang.fleet.router.control.workers.table import Worker, WorkerReason, WorkerState
 from pla_sglang.load.instance_load import InstanceLoad, prefill_sample
 from pla_sglang.load.report import Report
 from pla_sglang.load.sockets import Puller
@@ -59,10 +58,8 @@ class InstanceMonitor:
 
     def __init__(
         self,
-        table: WorkerTable,
         health: Health,
         client: InstanceClient,
-        tasks: Tasks,
         *,
         clock: Clock,
         poll_interval_s: float,
@@ -72,9 +69,7 @@ class InstanceMonitor:
     ) -> None:
         self.published = PublishedLoads()
         self.polls = self.reports_of_nobody = 0
-        self._table = table
-        self._health = health
-        self._client, self._tasks, self._clock = client, tasks, clock
+        self._health, self._table, self._client, self._clock = health, health.table, client, clock
         self._poll_interval_s = poll_interval_s
         self._on_report, self._on_description, self._on_aborted = on_report, on_description, on_aborted
         self._checked_s: dict[int, float] = {}
@@ -95,9 +90,9 @@ class InstanceMonitor:
                 self._puller = Puller(telemetry)
             except zmq.ZMQError as error:
                 raise ConfigError(f"--telemetry {telemetry}: {error}") from None
-            self._tasks.spawn(self._drain())
-        self._tasks.spawn(self._take_published())
-        self._tasks.spawn(self._watch())
+            self._client.spawn(self._drain())
+        self._client.spawn(self._take_published())
+        self._client.spawn(self._watch())
 
     def close(self) -> None:
         self.published.close()
@@ -141,7 +136,7 @@ class InstanceMonitor:
             finally:
                 self._busy.discard(key)
 
-        self._tasks.spawn(guarded())
+        self._client.spawn(guarded())
 
     # -- checks ------------------------------------------------------------------------------------------------------
 
@@ -336,7 +331,7 @@ class InstanceMonitor:
 
     def abort(self, order: AbortOrder) -> None:
         """Drop a request at an instance, and insist: what runs for nobody keeps memory from others."""
-        self._tasks.spawn(self._post_abort(order))
+        self._client.spawn(self._post_abort(order))
 
     async def _post_abort(self, order: AbortOrder) -> None:
         while True:

@@ -27,7 +27,6 @@ from pla_sglang.fleet.router.control.workers.discovery import Description
 from pla_sglang.fleet.router.control.workers.errors import ControlError, UnreachableError
 from pla_sglang.fleet.router.control.workers.instance_client import InstanceClient
 from pla_sglang.fleet.router.control.workers.table import Worker, WorkerState, WorkerTable
-from pla_sglang.fleet.router.control.workers.tasks import Tasks
 from pla_sglang.fleet.router.control.workers.worker_log import PeerLog
 from pla_sglang.policy.interface.fleet import InstanceKind, InstanceView
 
@@ -50,15 +49,9 @@ class Peering:
     """
 
     def __init__(
-        self,
-        table: WorkerTable,
-        client: InstanceClient,
-        tasks: Tasks,
-        *,
-        count: Callable[[str], None],
-        router_key: str,
+        self, table: WorkerTable, client: InstanceClient, count: Callable[[str], None], *, router_key: str
     ) -> None:
-        self._table, self._client, self._tasks = table, client, tasks
+        self.table, self._client = table, client
         self._key = {"router_key": router_key} if router_key else {}
         self._count = count
         self._journal = PeerLog()
@@ -67,7 +60,7 @@ class Peering:
 
     def is_connected(self, prefill: InstanceView, decode: InstanceView) -> bool:
         """True if KV cache can go from the first to the second now. Stock instances connect by themselves."""
-        source, target = self._table.of(prefill), self._table.of(decode)
+        source, target = self.table.of(prefill), self.table.of(decode)
         if self.never_connects(prefill, decode):
             return False
         if any(worker.legs is not None and not worker.legs.ready for worker in (source, target)):
@@ -80,30 +73,30 @@ class Peering:
 
     def never_connects(self, prefill: InstanceView, decode: InstanceView) -> bool:
         """True if no KV cache can go from the first to the second, as long as both live."""
-        source, target = self._table.of(prefill).description, self._table.of(decode).description
+        source, target = self.table.of(prefill).description, self.table.of(decode).description
         return source is not None and target is not None and find_misfit(source, target) is not None
 
     def update_peers(self) -> None:
         """The table has changed."""
-        for worker in self._table:
+        for worker in self.table:
             if worker.view.kind is not InstanceKind.STATELESS or worker.description is None:
                 continue
             if worker.number not in self._changed:
                 self._changed[worker.number] = asyncio.Event()
-                self._tasks.spawn(self._keep_telling(worker))
+                self._client.spawn(self._keep_telling(worker))
         for changed in self._changed.values():
             changed.set()
 
     def _peers_of(self, worker: Worker) -> dict[str, Worker]:
         """By name. Two processes never have one at a time: a name is an address."""
-        described = (other for other in self._table if other is not worker and other.description is not None)
+        described = (other for other in self.table if other is not worker and other.description is not None)
         return {other.view.name: other for other in described if _bootstrap_port(other) is not None}
 
     async def _keep_telling(self, worker: Worker) -> None:
         """As long as it lives."""
         changed, retry_s = self._changed[worker.number], RETRY_S[0]
         while worker.state is not WorkerState.DEAD:
-            if any(_is_awaited(other) for other in self._table):
+            if any(_is_awaited(other) for other in self.table):
                 await asyncio.sleep(ASKED_TICK_S)
                 continue
             changed.clear()
