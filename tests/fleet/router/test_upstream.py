@@ -41,7 +41,7 @@ class SlowClient:
 
 async def test_a_connection_goes_back_to_the_pool_reading() -> None:
     """An answer may end while its client is too slow: whoever has the connection next must get theirs."""
-    pool = UpstreamPool(TlsContext(WorkerTls(), now_s=0.0), connect_timeout_s=1.0, idle_s=3.0)
+    pool = UpstreamPool(TlsContext(WorkerTls(), now_s=0.0), connect_timeout_s=1.0)
     connection, transport = UpstreamConnection(pool, WORKER), FakeTransport()
     connection.connection_made(transport)
     sink = SlowClient(connection)
@@ -63,7 +63,7 @@ async def test_few_connect_at_a_time_and_all_are_told(listens: bool, monkeypatch
     if not listens:
         server.close()
         await server.wait_closed()
-    pool = UpstreamPool(TlsContext(WorkerTls(), now_s=0.0), connect_timeout_s=5.0, idle_s=3.0)
+    pool = UpstreamPool(TlsContext(WorkerTls(), now_s=0.0), connect_timeout_s=5.0)
     got: list[UpstreamConnection | None] = []
     for _ in range(10):
         pool.take_connection(worker, lambda connection, _: got.append(connection))

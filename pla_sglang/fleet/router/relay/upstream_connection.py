@@ -17,6 +17,8 @@ from pla_sglang.fleet.router.wire.messages import FailureKind, WorkerEntry
 
 MAX_HEAD_BYTES = 65_536
 MAX_CONNECTING = 32
+# SGLang closes an unused connection after 5 s: kept for longer, a request could meet one that is being closed.
+IDLE_S = 3.0
 SWITCHING_PROTOCOLS = 101
 COPY_BYTES = 16_384  # up to here one piece is cheaper to send than two
 
@@ -212,8 +214,8 @@ OnConnection = Callable[["UpstreamConnection | None", str], None]
 class UpstreamPool:
     """Connections by instance, the one used last first. ``tls``: of instances with https."""
 
-    def __init__(self, tls: TlsContext, *, connect_timeout_s: float, idle_s: float) -> None:
-        self._tls, self._connect_timeout_s, self._idle_s = tls, connect_timeout_s, idle_s
+    def __init__(self, tls: TlsContext, *, connect_timeout_s: float) -> None:
+        self._tls, self._connect_timeout_s = tls, connect_timeout_s
         self._idle: dict[int, deque[UpstreamConnection]] = {}
         self._connecting: set[asyncio.Task[None]] = set()
         self._under_way: Counter[int] = Counter()  # of them, by instance
@@ -266,7 +268,7 @@ class UpstreamPool:
     def close_unused(self, now_s: float) -> None:
         """Close what nobody has used for a while."""
         for number, idle in list(self._idle.items()):
-            while idle and now_s - idle[0].idle_since_s > self._idle_s:
+            while idle and now_s - idle[0].idle_since_s > IDLE_S:
                 idle.popleft().drop_connection()
             if not idle:
                 del self._idle[number]

@@ -34,7 +34,6 @@ from pla_sglang.load.instance_load import InstanceLoad
 from pla_sglang.policy.dopd.batching import BatchingKnobs
 from pla_sglang.policy.interface.prefill import PrefillClass
 
-IDLE_S = 3.0  # as relays keep a connection; SGLang closes one after 5 s
 SWEEP_S = 1.0
 FORGET_S = 60.0  # an address that nobody has asked for so long
 ORDERS_AT_ONCE = 8  # to one instance: where a relay is lost, all of its requests are aborted in one moment
@@ -55,7 +54,7 @@ class InstanceClient:
 
     def __init__(self, tls: TlsContext, *, timeout_s: float, api_key: str = "", admin_key: str = "") -> None:
         self._timeout_s, self._keys = timeout_s, (api_key, admin_key)
-        self._pool = UpstreamPool(tls, connect_timeout_s=timeout_s, idle_s=IDLE_S)
+        self._pool = UpstreamPool(tls, connect_timeout_s=timeout_s)
         self._tasks = Tasks()
         self._swept_s = 0.0
         self._numbers = itertools.count()
