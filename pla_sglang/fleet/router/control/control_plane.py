@@ -182,7 +182,7 @@ class ControlPlane:
             device_clock=booking.clock,
             find_worker=self.table.of,
             records=booking.ledger.records,
-            mover=self.migration if self.knobs.migrates else None,
+            move_request=self.migration.move_request if self.knobs.migrates else None,
         )
         return LivePolicy(
             self.knobs,
@@ -309,7 +309,7 @@ class ControlPlane:
         """For /pla/state."""
         recorder = self.policy.recorder
         return {
-            **state_of(self.dispatcher, self._clock()),
+            **state_of(self.dispatcher, self.migration, self._clock()),
             "telemetry": {
                 "address": self.knobs.telemetry,
                 "polls": self._monitor.polls,

@@ -20,6 +20,7 @@ from typing import Any
 
 from pla_sglang.fleet.router.control.booking import Booking
 from pla_sglang.fleet.router.control.requests.ledger import order_aborts
+from pla_sglang.fleet.router.control.requests.moves import note_failed_move, rests_from_failure
 from pla_sglang.fleet.router.control.requests.relay_messages import assign_message
 from pla_sglang.fleet.router.control.requests.request_record import (
     LEAVING,
@@ -40,10 +41,6 @@ from pla_sglang.policy.interface.fast_enum import FastEnum
 
 logger = logging.getLogger(__name__)
 HOLD_S = 10.0  # at most; then a paused request goes on by itself
-COOL_DOWN_S = 10.0  # of device time, after a move that came to nothing
-DRAIN_COOL_DOWN_S = (
-    0.5  # likewise, where its instance is to be empty: after the first one; then twice as long each time
-)
 _PULL, _REDO = MoveKind.PULL, MoveKind.REDO
 _RESUMED, _FIRST_TOKEN = m.Cause.RESUMED, m.Milestone.FIRST_TOKEN
 # Of a pull that was not sent, or that its instance has answered with an error: it holds nothing.
@@ -140,7 +137,7 @@ class Migration:
             return "its stream cannot go on elsewhere"
         if record.candidate is not None:
             return "it is on its way already"
-        if self.is_cooling_down(record):
+        if rests_from_failure(record, self._clock(), self._booking.clock):
             return "it is in its cool-down, as its last move failed"
         if source.state is WorkerState.DEAD:
             return "its instance cannot be asked"
@@ -155,15 +152,6 @@ class Migration:
         if self._peering.is_connected(source.view, target.view):
             return _PULL
         return _REDO if self._peering.never_connects(source.view, target.view) else None
-
-    def is_cooling_down(self, record: RequestRecord) -> bool:
-        """True if its last move has come to nothing a short while ago."""
-        source = record.present.decode
-        if record.move_failed_s is None or source is None:
-            return False
-        drains = source.state is WorkerState.DRAINING
-        rest_s = min(COOL_DOWN_S, DRAIN_COOL_DOWN_S * 2 ** (record.moves_failed - 1)) if drains else COOL_DOWN_S
-        return self._clock() - record.move_failed_s < self._booking.clock.wall_s(rest_s)
 
     # -- what comes of it --------------------------------------------------------------------------------------------
 
@@ -246,7 +234,7 @@ class Migration:
             self._order_abort(order)
         move.attempt.ended_s, move.attempt.failure = now_s, f"{why}: {detail}" if detail else why
         self.failed += 1
-        record.note_failed_move(now_s, again_s=2 * self._booking.clock.wall_s(COOL_DOWN_S))
+        note_failed_move(record, now_s, self._booking.clock)
         self._series.migration_failures.inc(why)
         if resume:
             self._client.spawn(self._resume(move))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from support.router_scene import Scene, count_moves, scene
 
-from pla_sglang.fleet.router.control import migration as mig
+from pla_sglang.fleet.router.control.requests import moves
 from pla_sglang.fleet.router.wire import messages as m
 
 ON: dict[str, Any] = {"policy": "least-tokens", "migration": "on", "hops": True}
@@ -137,7 +137,7 @@ async def test_a_request_that_cannot_be_held_stays_and_rests(status: str | None)
 @pytest.mark.parametrize("cause", m.Cause)
 async def test_a_target_that_cannot_go_on(cause: m.Cause, monkeypatch: pytest.MonkeyPatch) -> None:
     """The source is told to resume, unless it has; the next move has another room, number and id."""
-    monkeypatch.setattr(mig, "COOL_DOWN_S", 0.0)
+    monkeypatch.setattr(moves, "COOL_DOWN_S", 0.0)
     async with scene(TWO, **ON) as one:
         source = await start(one)
         assert move(one, 1 - source) is None

@@ -344,11 +344,6 @@ class RequestRecord(msgspec.Struct, gc=False, eq=False):
         self.present.asked_s = now_s
         return self.present
 
-    def note_failed_move(self, now_s: float, *, again_s: float) -> None:
-        """``again_s``: one that fails within so long behind another is in a row with it."""
-        in_a_row = self.move_failed_s is not None and now_s - self.move_failed_s < again_s
-        self.move_failed_s, self.moves_failed = now_s, self.moves_failed + 1 if in_a_row else 1
-
     def show_rest(self, view: RequestView, delivered_tokens: int) -> None:
         """To the policy, what is left of it is a request of its own: ``view``."""
         self.view, self.known_to_policy, self.policy_tokens = view, False, delivered_tokens

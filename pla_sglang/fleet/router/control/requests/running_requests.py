@@ -110,9 +110,9 @@ class RunningRequests:
                     yield row, record
 
     def _may_move(self, record: RequestRecord, row: RequestRow, view: InstanceView) -> bool:
-        """Only a stream of one answer from a stateless instance can move; where there is a mover, only one of which its
-        relay says so. What else forbids it, the mover knows."""
-        if self.orders.mover is not None and not record.movable:
+        """Only a stream of one answer from a stateless instance can move. Where moves are carried out its relay must
+        say so, too; what else forbids it, ``Migration`` knows."""
+        if self.orders.move_request is not None and not record.movable:
             return False
         if (
             row.held

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
 from typing import Any
@@ -27,7 +28,7 @@ from pla_sglang.fleet.router.control.workers.discovery import Description
 from pla_sglang.fleet.router.control.workers.errors import ControlError, UnreachableError
 from pla_sglang.fleet.router.control.workers.instance_client import InstanceClient
 from pla_sglang.fleet.router.control.workers.table import Worker, WorkerState, WorkerTable
-from pla_sglang.fleet.router.control.workers.worker_log import PeerLog
+from pla_sglang.fleet.router.control.workers.worker_log import log_line
 from pla_sglang.policy.interface.fleet import InstanceKind, InstanceView
 
 READY, WARMING = "ready", "warming"  # anything else that an instance says of a peer is a failure
@@ -54,7 +55,7 @@ class Peering:
         self.table, self._client = table, client
         self._key = {"router_key": router_key} if router_key else {}
         self._count = count
-        self._journal = PeerLog()
+        self._said: dict[int, str] = {}  # in the log, by number of the worker
         self.wanted_rows: Callable[[], Mapping[str, Any] | None] = lambda: None  # of running requests, in load reports
         self._changed: dict[int, asyncio.Event] = {}  # by number of the stateless workers that are being told
 
@@ -116,6 +117,7 @@ class Peering:
                 async with asyncio.timeout(wait_s):
                     await changed.wait()
         del self._changed[worker.number]
+        self._said.pop(worker.number, None)
 
     def _told_to(self, worker: Worker, peers: Mapping[str, Worker]) -> dict[str, Any]:
         rows = self.wanted_rows()
@@ -129,11 +131,11 @@ class Peering:
         worker.peers = {peer.number: state for peer, state in states.items()}
         if worker.detail.startswith(UNTOLD):
             worker.detail = ""
-        failed = {peer: state for peer, state in states.items() if state not in (READY, WARMING)}
+        failed = [f"{_name_peer(peer)}: {state}" for peer, state in states.items() if state not in (READY, WARMING)]
         if failed:
-            self._journal.note_failed(worker, failed)
+            self._log_change(logging.WARNING, worker, f"gets no KV cache from {', '.join(failed)}")
         elif states and set(states.values()) == {READY}:
-            self._journal.note_ready(worker, states)
+            self._log_change(logging.INFO, worker, f"gets KV cache from {', '.join(map(_name_peer, states))}")
         return _next_look_s({state for peer, state in states.items() if misfits[peer] is None})
 
     def _note_not_configured(self, worker: Worker, error: Exception) -> None:
@@ -142,7 +144,17 @@ class Peering:
         if worker.state is not WorkerState.DEAD:
             worker.detail = f"{UNTOLD}: {error}"
             if not isinstance(error, UnreachableError):  # of one at which nobody listens health checks tell
-                self._journal.note_not_configured(worker, worker.detail)
+                self._log_change(logging.WARNING, worker, worker.detail)
+
+    def _log_change(self, level: int, worker: Worker, text: str) -> None:
+        """One line for each change."""
+        if self._said.get(worker.number) != text:
+            self._said[worker.number] = text
+            log_line(level, worker, text)
+
+
+def _name_peer(peer: Worker) -> str:
+    return f"worker {peer.number} ({peer.view.name})"
 
 
 def _is_awaited(worker: Worker) -> bool:
