@@ -183,7 +183,7 @@ class RequestEvents:
         if self._policy.runner is not None and record.known_to_policy:
             tokens = max(0, (end.output_tokens or 0) - record.policy_tokens)
             self._policy.runner.finish(record.view, tokens, now_s)
-        record.release_prompt()
+        record.prompt.keys = ()  # of its blocks, which are needed no more
         model = self._table.names.find_label(record.ask)
         judged = self._series.requests.add_request(model, record, end, at_s=at_s, last_s=last_s)
         if self._policy.recorder is not None:

@@ -141,7 +141,7 @@ def test_to_the_policy_the_rest_of_an_answer_is_a_request_of_its_own() -> None:
     mover = FakeMover(place.orders)
     record = place.add("a", 0, movable=True)
     place.go_on(record, 1)
-    record.show_rest(RequestView("pla-2~a", 120, 0.0), delivered_tokens=20)
+    record.view, record.policy_tokens = RequestView("pla-2~a", 120, 0.0), 20
     place.report(1, RequestRow("pla-2~a", 100, 30))
     assert place.seen(1) == [("pla-2~a", 130, True)]
     assert place.order("pla-2~a", source=1, target=0) is None

@@ -344,10 +344,6 @@ class RequestRecord(msgspec.Struct, gc=False, eq=False):
         self.present.asked_s = now_s
         return self.present
 
-    def show_rest(self, view: RequestView, delivered_tokens: int) -> None:
-        """To the policy, what is left of it is a request of its own: ``view``."""
-        self.view, self.known_to_policy, self.policy_tokens = view, False, delivered_tokens
-
     def set_view_times(self, clock: DeviceClock) -> None:
         view = self.view
         view.arrival_s = clock.device_s(self.ask.arrived_s)
@@ -357,10 +353,6 @@ class RequestRecord(msgspec.Struct, gc=False, eq=False):
         """How it has ended, given what its relay reports."""
         outcome = reported if self.given_up_as is None else self.given_up_as
         return _REFUSED_FOR.get(self.admission, outcome) if outcome is _REFUSED else outcome
-
-    def release_prompt(self) -> None:
-        """It has ended: the keys of its prompt's blocks are needed no more."""
-        self.prompt.keys = ()
 
 
 _NOWHERE = Attempt()
