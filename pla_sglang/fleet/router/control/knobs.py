@@ -121,6 +121,13 @@ class ControlKnobs:
         "queue here, fair by tenant, above N queued tokens an instance; default: never",
         allowed=Range(1, unit="tokens"),
     )
+    full_avoid_s: float = knob(
+        0.1,
+        "--full-avoid-ms MS",
+        "a full instance gets nothing that others can take; 0: at once again",
+        allowed=Range(0, 60_000, "ms"),
+        scale=MILLI,
+    )
     enable_trace: bool = knob(
         False, "--enable-trace", "OpenTelemetry spans; needs pla-sglang[tracing]", heading="tracing"
     )
@@ -135,13 +142,6 @@ class ControlKnobs:
     )
     health: HealthKnobs = dataclasses.field(default_factory=HealthKnobs)
     breaker: BreakerKnobs = dataclasses.field(default_factory=BreakerKnobs)
-    full_avoid_s: float = knob(
-        0.1,
-        "--full-avoid-ms MS",
-        "a full instance gets nothing that others can take; 0: at once again",
-        allowed=Range(0, 60_000, "ms"),
-        scale=MILLI,
-    )
     retry_budget: RetryBudgetKnobs = dataclasses.field(default_factory=RetryBudgetKnobs)
     moves: MoveKnobs = dataclasses.field(default_factory=MoveKnobs)
     admission: AdmissionKnobs = dataclasses.field(default_factory=AdmissionKnobs)
