@@ -32,6 +32,7 @@ class SilenceWatch:
         self._dispatcher, self._send_message = dispatcher, send_message
         self._health, self._suspects = dispatcher.health, dispatcher.suspects
         self._looked_s: float | None = None
+        self._left_s: dict[int, float] = {}  # when requests were last told to leave a worker, by its number
 
     def look(self, now_s: float) -> None:
         stood_still = self._looked_s is not None and now_s - self._looked_s > STALL_S
@@ -40,11 +41,12 @@ class SilenceWatch:
             if stood_still or not self._health.is_listened_to(worker):
                 worker.unasked_s = now_s  # after a standstill, what it has said meanwhile is read next
             if not self._suspects.is_silent(worker, now_s) or worker.state is WorkerState.STARTING:
+                self._left_s.pop(worker.number, None)
                 continue
             detail = f"its scheduler has said nothing for {now_s - worker.silent_since_s():.1f} s"
             self._health.on_silence(worker, now_s, detail)
-            if now_s - worker.left_s >= AGAIN_S:
-                worker.left_s = now_s
+            if now_s - self._left_s.get(worker.number, float("-inf")) >= AGAIN_S:
+                self._left_s[worker.number] = now_s
                 self._leave_worker(worker, now_s, detail)
 
     def _leave_worker(self, worker: Worker, now_s: float, detail: str) -> None:

@@ -103,7 +103,6 @@ class Worker:
         wants_drain: to be drained once it is ready: an operator ordered it before a restart of the router.
         heard_s: when its scheduler last said something: in a load report, or in an answer that it has a part in.
         unasked_s: when nobody last expected it to say anything.
-        left_s: when requests were last told to leave it, as it was silent.
         verified: the last check of its health that a request had given cause for: when it began, and what it found.
         rows: the last rows of running requests of each rank that sends any, and when they came.
     """
@@ -130,7 +129,6 @@ class Worker:
     fits: FittedModels | None = None
     heard_s: float = 0.0
     unasked_s: float = 0.0
-    left_s: float = float("-inf")
     verified: tuple[float, bool] | None = None
     rows: dict[int, tuple[float, Sequence[RequestRow]]] = dataclasses.field(default_factory=dict)
 
