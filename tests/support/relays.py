@@ -80,7 +80,7 @@ class TurnControl:
             if given is not None:
                 self.ports[message.relay].on_message(given)
         elif isinstance(message, m.AdminAsk):
-            body = json.dumps({"path": message.path, "method": message.method, "query": message.query}).encode()
+            body = json.dumps({"path": message.path, "method": message.method}).encode()
             self.ports[message.relay].on_message(m.AdminResponse(message.number, 200, "application/json", body))
 
     def reply(self, ask: m.Ask) -> m.Assign | m.Refuse | None:
