@@ -42,11 +42,9 @@ NO_LIMIT = 3600  # a bound from here on only keeps out nonsense; the message of 
 INTRODUCTION = """\
 # Flags
 
-Every flag of our [commands](server.md#commands), made from their configurations by `scripts/make_flags.py`.
-Values are in the unit that is typed. Each may stand in a file of `--config` (of the cluster: `--cluster-config`),
-without its dashes; `--print-config` prints such a file. "needed": there is no default. Wide
-bounds are not shown; a value beyond them is refused with what is allowed. Each flag of a key, such as `--api-key`, has
-one that ends in `-file` beside it: [keys](server.md#keys).
+Every flag of our [commands](server.md#commands), as `--flag` = `default`; what is allowed, but for wide bounds. Each
+may stand in a file of `--config` (of the cluster: `--cluster-config`), without its dashes; `--print-config` prints such
+a file. Each flag of a key, such as `--api-key`, has one that ends in `-file` beside it: [keys](server.md#keys).
 """
 
 
@@ -60,16 +58,16 @@ def render() -> str:
 
 
 def _table_lines(config: type) -> Iterator[str]:
-    yield "| flag | default; allowed | what |"
-    yield "| --- | --- | --- |"
+    yield "| flag | what |"
+    yield "| --- | --- |"
     for declared in flags_of(config):
         knob = declared.knob
         if knob.name.endswith("-file") and knob.name.removesuffix("-file") in knob.help:
             continue  # of a key: the introduction tells of all
         if knob.heading:
-            yield f"| **{_cell(knob.heading)}** | | |"
-        values = "; ".join(filter(None, (_default(declared), _allowed(declared))))
-        yield f"| `{knob.name}` | {values} | {_tell(declared)} |"
+            yield f"| **{_cell(knob.heading)}** |"
+        values = "; ".join(filter(None, (f"`{knob.name}`{_default(declared)}", _allowed(declared))))
+        yield f"| {values} | {_tell(declared)} |"
 
 
 def _tell(declared: Declared) -> str:
@@ -83,18 +81,19 @@ def _tell(declared: Declared) -> str:
 
 
 def _default(declared: Declared) -> str:
+    """What follows the flag."""
     default = declared.field.default
     if default is dataclasses.MISSING:
-        return "needed"
+        return ", needed"
     if declared.base is bool:
-        return "on" if default else "off"
+        return ", on" if default else ""
     if default is None and declared.knob.none:
-        return f"`{declared.knob.none}`"
+        return f" = `{declared.knob.none}`"
     if default in (None, "", ()):
         return ""
     shown = typed(default, declared)
     values = shown if isinstance(shown, list) else [shown]
-    return "`" + ",".join(_cell(plain(value)) for value in values) + "`"
+    return " = `" + ",".join(_cell(plain(value)) for value in values) + "`"
 
 
 def _allowed(declared: Declared) -> str:

@@ -6,7 +6,8 @@ Each arm has a cluster of its own: stateless engines, ``launch_router --planner`
 which starts real processes. The day, its lengths and its targets are those of ``elastic``. ``fixed``: no planner, on
 the fewest instances whose attainment in the simulator is at most half a point below that of the first arm there.
 GPU-hours are those of all instances that the router lists, starting and draining ones included, in device time. Beside
-each arm stands the simulator, with the start-up time that the arm's router has measured.
+each arm stands the simulator, with the start-up time that the arm's router has measured. An arm that has ended is kept
+in ``--out``, and a run with the same flags goes on after it.
 
 Exit status 1: a request failed, or a token was wrong.
 """
@@ -27,10 +28,12 @@ from bench.harness.bench import Result, measuring
 from bench.harness.live_fleet import LiveFleet, running_fleet
 from bench.harness.replay import figures, plan, replay
 from bench.harness.report import Cells, emit, environment, markdown, say, show
+from bench.harness.steps import Steps
 from pla_sglang.common.checks import require
 from pla_sglang.common.errors import ConfigError
 from pla_sglang.profiles.load import load_profile
 from pla_sglang.sim.workload import Trace
+from pla_sglang.testing.server import ServerError
 
 FIXED = "fixed"
 LOOK_S = 0.5  # between two looks at how many instances there are
@@ -40,7 +43,7 @@ SETTINGS = ("rate", "day_s", "profile", "time_scale", "plan_interval_s", "instan
 
 
 class InstanceHours:
-    """Adds up, in a thread, how many instances the router at ``url`` lists."""
+    """Adds up, in a thread, how many instances the router at ``url`` lists; a look that fails counts with the next."""
 
     def __init__(self, url: str) -> None:
         self.hours = 0.0  # of the wall clock
@@ -60,7 +63,10 @@ class InstanceHours:
     def _watch(self) -> None:
         looked_s = time.monotonic()
         while not self._over.wait(LOOK_S):
-            count, now_s = len(servers.fetch(f"{self._url}/workers")["workers"]), time.monotonic()
+            try:
+                count, now_s = len(servers.fetch(f"{self._url}/workers")["workers"]), time.monotonic()
+            except ServerError:  # a thread that ended here would leave hours out
+                continue
             self.hours += count * (now_s - looked_s) / 3600
             self.most, looked_s = max(self.most, count), now_s
 
@@ -192,12 +198,16 @@ def run(options: argparse.Namespace) -> int:
     names = read_arms(options.arms, base_of(options, startup_s=options.startup_s, most=options.instances_max))
     trace = make_day(options.rate, options.day_s, options.seed)
     fixed = choose_fixed(names[0], trace, options)
+    steps, settings = Steps(options.out / "elastic_live.steps.jsonl"), {key: getattr(options, key) for key in SETTINGS}
     arms: dict[str, dict[str, Any]] = {}
     with measuring():
         for name in (FIXED, *names):
-            arms[name] = measure_arm(name, fixed if name == FIXED else options.instances_min, trace, options)
-    for name, row in arms.items():
-        row |= simulate(name, fixed, row, trace, options)
+            key = {"arm": name, "fixed": fixed, **settings}
+            row = steps.get(key)
+            if row is None:
+                row = measure_arm(name, fixed if name == FIXED else options.instances_min, trace, options)
+                steps.add(key, row)
+            arms[name] = row | simulate(name, fixed, row, trace, options)
     compare(arms)
     by_arm = ("gpu_hours_vs_fixed", "sim_gpu_hours_vs_fixed", "attainment", "aborted", "tokens_wrong")
     result = {
@@ -205,7 +215,7 @@ def run(options: argparse.Namespace) -> int:
         **{key: {name: row[key] for name, row in arms.items()} for key in by_arm},
         "fixed_instances": fixed,
         "arms": arms,
-        **{name: getattr(options, name) for name in SETTINGS},
+        **settings,
         "environment": about,
     }
     show("GPU-hours over a day, live", *table(arms))

@@ -52,11 +52,12 @@ def read_step_models(report: FittedModels) -> tuple[StepModel, MixedBatchModel] 
 
 
 class ReportedSteps:
-    """Hands ``steps`` what one instance tells, and logs where its step times are from."""
+    """Hands ``steps`` what one instance tells, and logs where its step times are from, once for each such source."""
 
     def __init__(self, steps: InstanceSteps) -> None:
         self._steps = steps
         self._last: FittedModels | None = None
+        self._source = steps.source
         self._log()
 
     def on_models(self, told: FittedModels) -> None:
@@ -66,9 +67,9 @@ class ReportedSteps:
         models, steps = read_step_models(told), self._steps
         if models is None:
             return
-        measured = steps.measured
-        changed = steps.learn(*models, prefills=told.fitted.prefills, decodes=told.fitted.decodes)
-        if changed or steps.measured != measured:
+        steps.learn(*models, prefills=told.fitted.prefills, decodes=told.fitted.decodes)
+        if steps.source != self._source:  # not each time they change: on a busy host they do so many times a second
+            self._source = steps.source
             self._log()
 
     def describe(self) -> str:

@@ -130,9 +130,9 @@ class InstanceSteps:
         return next((steps for steps in others if steps is not None and not differ(measured, steps)), measured)
 
     @property
-    def measured(self) -> tuple[bool, bool]:
-        """True for prefill passes, and for decode steps, where enough of them were measured."""
-        return self.prefills > 0, self.decodes > 0
+    def source(self) -> tuple[bool, bool, bool]:
+        """If prefill passes, and decode steps, were measured, and if these times are in use instead of a profile."""
+        return self.prefills > 0, self.decodes > 0, isinstance(self.view.steps, MeasuredSteps)
 
     def describe(self) -> str:
         """For people: which times were measured, and by how many passes."""

@@ -14,6 +14,7 @@ from bench.compare.elastic import Figures, SimulatedFleets, make_day
 from bench.compare.elastic_live import FIXED, InstanceHours, choose_fixed, compare, page, router_flags
 from pla_sglang.common.errors import ConfigError
 from pla_sglang.launch_router import read_config
+from pla_sglang.testing.server import ServerError
 
 
 def options(*given: str) -> argparse.Namespace:
@@ -31,11 +32,14 @@ def test_the_router_takes_the_flags_of_an_arm() -> None:
 
 
 def test_hours_are_those_of_the_instances_that_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
-    counts, done = [2, 2, 3, 3], threading.Event()
+    counts, done = [2, 2, 0, 3, 3], threading.Event()
 
     def fetch(url: str) -> dict[str, Any]:
         if len(counts) == 1:
             done.set()
+        if not counts[0]:
+            counts.pop(0)
+            raise ServerError("a look that fails")
         return {"workers": [{}] * (counts.pop(0) if len(counts) > 1 else counts[0])}
 
     monkeypatch.setattr(elastic_live, "LOOK_S", 0.01)

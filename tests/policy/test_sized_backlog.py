@@ -65,30 +65,50 @@ def test_half_and_twice_of_what_is_short(smallest_tokens: int, monkeypatch: pyte
         assert backlog.ahead_of(request(3), instance)[0] == waits_for
 
 
-def test_what_takes_several_passes_overtakes_nothing_that_does() -> None:
+def send(backlog: SizedBacklog, instance: InstanceView, *tokens: int) -> list[RequestView]:
+    sent = [request(new_tokens, rid=new_tokens) for new_tokens in tokens]
+    for one in sent:
+        queue(instance, one)
+        backlog.add(one, instance)
+    return sent
+
+
+def test_of_larger_prompts_the_one_under_way_alone_is_ahead() -> None:
+    """And only of a prompt that needs several passes itself: a shorter one goes between two of its passes."""
     backlog, view = SizedBacklog(), fleet(mixed())
     [instance] = view.instances
-    other = request(40_000, rid="other")
-    queue(instance, other)
-    backlog.add(other, instance)
-    assert backlog.ahead_of(request(5_000), instance)[0] == 1
-    assert backlog.ahead_of(request(2_000), instance)[0] == 0
+    under_way, *_ = send(backlog, instance, 40_000, 90_000, 20_000)
+    assert backlog.ahead_of(request(5_000), instance) == (1, 40_000, 40_000**2, 0)
+    assert backlog.ahead_of(request(2_000), instance)[:2] == (0, 0)
+    backlog.remove(under_way)
+    queue(instance, under_way, -1)
+    assert backlog.ahead_of(request(5_000), instance)[:2] == (1, 20_000), "the smallest is next"
+    assert backlog.ahead_of(request(40_000), instance)[:2] == (1, 20_000), "it is in its own class and counts once"
+
+
+def test_the_end_of_one_that_waits_leaves_the_one_under_way() -> None:
+    backlog, view = SizedBacklog(), fleet(mixed())
+    [instance] = view.instances
+    _, waiting = send(backlog, instance, 40_000, 20_000)
+    backlog.remove(waiting)
+    queue(instance, waiting, -1)
+    assert backlog.ahead_of(request(5_000), instance)[:2] == (1, 40_000)
 
 
 @pytest.mark.parametrize(
-    ("chunk_max_tokens", "first", "behind"),
-    [(1024, 1000, 1200), (None, 4000, 5000), (4096, 4000, 5000), (8192, 8000, 9000), (100_000, 30_000, 33_000)],
+    ("chunk_max_tokens", "passes", "waits"),
+    [(1024, 1024, 1025), (None, 4096, 4097), (4096, 4096, 4097), (8192, 8192, 8193), (100_000, 39_000, None)],
 )
-def test_who_overtakes_follows_from_the_chunk_of_the_instance(
-    chunk_max_tokens: int | None, first: int, behind: int
+def test_who_needs_several_passes_follows_from_the_chunk_of_the_instance(
+    chunk_max_tokens: int | None, passes: int, waits: int | None
 ) -> None:
-    """Of two prompts one passes another of 40,000 tokens, and one is in a class with it; beside another instance."""
+    """Of two prompts one passes another of 80,000 tokens, one waits for it; beside another instance."""
     backlog, view = SizedBacklog(), fleet(mixed(chunk_max_tokens=77), mixed(chunk_max_tokens=chunk_max_tokens))
-    instance, other = view.instances[1], request(40_000, rid="other")
-    queue(instance, other)
-    backlog.add(other, instance)
-    assert backlog.ahead_of(request(first), instance)[0] == 0
-    assert backlog.ahead_of(request(behind), instance)[0] == 1
+    instance = view.instances[1]
+    send(backlog, instance, 80_000)
+    assert backlog.ahead_of(request(passes), instance)[0] == 0
+    if waits is not None:
+        assert backlog.ahead_of(request(waits), instance)[0] == 1
 
 
 def test_what_a_prefix_cache_has_makes_a_request_small() -> None:
@@ -114,7 +134,7 @@ def test_a_view_that_knows_of_an_end_before_its_event_is_no_negative_queue() -> 
 
 
 @EXAMPLES
-@given(st.lists(st.tuples(st.integers(0, 5), st.sampled_from(["add", "remove"]), st.integers(1, 9000)), max_size=30))
+@given(st.lists(st.tuples(st.integers(0, 5), st.sampled_from(["add", "remove"]), st.integers(1, 20_000)), max_size=30))
 def test_nothing_is_left_when_all_have_ended(events: list[tuple[int, str, int]]) -> None:
     """Also of those that were sent again elsewhere, or have ended twice."""
     backlog, view = SizedBacklog(), fleet(mixed(), mixed())

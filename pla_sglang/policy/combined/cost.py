@@ -14,7 +14,7 @@ on an empty instance of the kind. ``loss`` is that of ``common/eviction.py``.
 
 A full instance is not left out: where it holds the prefix of a request, others would need more memory for it. It costs
 what waiting for room takes: by Little's law, used tokens are freed once in the life of an answer. Where engines run
-small prefills first, ``wait``, ``room`` and ``step`` only count those that are no larger (``sized_backlog.py``): the
+small prefills first, ``wait``, ``room`` and ``step`` only count those that go before it (``sized_backlog.py``): the
 others come later, and under overload some of them never.
 """
 
