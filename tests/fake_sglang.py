@@ -272,7 +272,7 @@ class FakeSglang:
         return "unified" if self.mode == "null" else self.mode
 
     def worker(self, **changes: Any) -> WorkerEntry:
-        values = {"number": self.number, "name": f"{self.kind}-{self.number}", "kind": self.kind, "hops": self.hops}
+        values = {"number": self.number, "kind": self.kind, "hops": self.hops}
         values["tls"] = self.tls is not None
         return WorkerEntry(**{**values, "host": self.info["host"], "port": self.port, **changes})
 

@@ -59,14 +59,8 @@ class LoneConnection:
         )
         self.requests: list[tuple[RequestHead, bytes]] = []
         self.transport = FakeTransport()
-        self.connection = ClientConnection(self.context, self, self._accept)
+        self.connection = ClientConnection(self.context, self._accept, set(), lambda: True)
         self.connection.connection_made(self.transport)
-
-    def admit_connection(self, connection: ClientConnection) -> bool:
-        return True
-
-    def release_connection(self, connection: ClientConnection) -> None:
-        """Nobody counts."""
 
     def _accept(self, head: RequestHead) -> AcceptedRequest:
         return AcceptedRequest(self.config.max_body_bytes, self._serve)

@@ -47,7 +47,7 @@ def record_run(path: Path, time_scale: float = 1.0) -> None:
             recorder.write_tick(0, [SetLengthClass(views[0], PrefillClass.SHORT, FleetReason.OTHER_PAIR)], now_s)
             views[0].length_class = PrefillClass.SHORT
         if number == 25:
-            recorder.write_move(rows.Moved(now_s, request.rid, 1, 0, "pull", "star.migrate", 1 << 20, 0.05))
+            recorder.write_fact(rows.Moved(now_s, request.rid, 1, 0, "pull", "star.migrate", 1 << 20, 0.05))
         if number == 30:
             recorder.write_fact(rows.WorkerChanged(now_s, 1, "suspect", "health"))
             fleet.set_state(views[1], InstanceState.DRAINING)

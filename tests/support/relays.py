@@ -46,7 +46,7 @@ class TurnControl:
 
     workers: tuple[m.WorkerEntry, ...] = ()
     epoch: int = 1
-    prompts: m.PromptDetail = m.PromptDetail.ESTIMATE
+    wants_bodies: bool = False
     answer: Callable[[m.Ask], m.Assign | m.Refuse | None] | None = None
     heard: list[m.FromRelay] = field(default_factory=list)
     ports: dict[int, Any] = field(default_factory=dict)
@@ -71,7 +71,7 @@ class TurnControl:
 
     def table(self) -> m.Table:
         serving = bool(self.workers)
-        return m.Table(self.epoch, 1, self.workers, serving, prompts=self.prompts, migration=self.migration)
+        return m.Table(self.epoch, self.workers, serving, wants_bodies=self.wants_bodies, migration=self.migration)
 
     def on_message(self, message: m.FromRelay) -> None:
         self.heard.append(message)
@@ -80,7 +80,7 @@ class TurnControl:
             if given is not None:
                 self.ports[message.relay].on_message(given)
         elif isinstance(message, m.AdminAsk):
-            body = json.dumps({"path": message.path, "method": message.method, "query": message.query}).encode()
+            body = json.dumps({"path": message.path, "method": message.method}).encode()
             self.ports[message.relay].on_message(m.AdminResponse(message.number, 200, "application/json", body))
 
     def reply(self, ask: m.Ask) -> m.Assign | m.Refuse | None:

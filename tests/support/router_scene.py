@@ -128,7 +128,7 @@ class Scene:
     def admin(self, method: str, path: str, body: object = None) -> tuple[int, Any]:
         self._number += 1
         data = b"" if body is None else msgspec.json.encode(body)
-        self.plane.on_message(m.AdminAsk(self._number, 0, method, path, "", data))
+        self.plane.on_message(m.AdminAsk(self._number, 0, method, path, data))
         answer = self.relay.last(m.AdminResponse)
         assert answer.number == self._number
         parsed = msgspec.json.decode(answer.body) if answer.content_type == "application/json" else answer.body.decode()
@@ -137,7 +137,7 @@ class Scene:
     async def at_rest(self) -> None:
         """Once all requests have ended, nothing is left of them."""
         await self.until(lambda: not self.plane.dispatcher.ledger.records)
-        self.plane.migration.sweep_moves(time.monotonic())
+        self.plane.migration.sweep_moves()
         assert count_moves(self.plane) == 0
         self.assert_at_rest()
 
@@ -167,9 +167,7 @@ def enter_worker(
 
 
 def hear_report(plane: ControlPlane, report: Report) -> None:
-    new = plane._monitor.intake.on_report(report, plane._clock())
-    assert new is not None
-    plane._on_report(new)
+    plane._monitor.take_report(report)
 
 
 @asynccontextmanager

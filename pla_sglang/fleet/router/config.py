@@ -107,10 +107,6 @@ class RelayConfig:
         allowed=Range(0, 86_400, "s"),
     )
     drain_timeout_s: float = knob(30.0, "--drain-timeout-s", "for open requests when the router stops", allowed=DAY)
-    # SGLang closes an unused connection after 5 s: with a longer time a request could meet one that is being closed.
-    upstream_idle_s: float = knob(
-        3.0, "--upstream-idle-s", "how long an unused connection to an instance is kept", allowed=DAY
-    )
 
     tls: ClientTls = dataclasses.field(default_factory=ClientTls)
     worker_tls: WorkerTls = dataclasses.field(default_factory=WorkerTls)

@@ -73,7 +73,7 @@ def test_streams_in_any_pieces(contents: list[bytes], cuts: list[int]) -> None:
         server = await asyncio.start_server(instance, "127.0.0.1", 0)
         async with setting() as here:
             port = server.sockets[0].getsockname()[1]
-            here.control.workers = (m.WorkerEntry(0, "one", "127.0.0.1", port, "unified"),)
+            here.control.workers = (m.WorkerEntry(0, "127.0.0.1", port, "unified"),)
             here.relay.on_message(here.control.table())
             answer = await here.ask(STREAM)
             assert answer.body == b"".join(contents)

@@ -51,7 +51,7 @@ async def scripted(answers: Answers, *, reset: bool = False) -> AsyncIterator[Se
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     async with setting() as here:
         port = server.sockets[0].getsockname()[1]
-        here.control.workers = (m.WorkerEntry(0, "one", "127.0.0.1", port, "unified"),)
+        here.control.workers = (m.WorkerEntry(0, "127.0.0.1", port, "unified"),)
         here.relay.on_message(here.control.table())
         yield here
     server.close()

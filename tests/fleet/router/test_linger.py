@@ -15,8 +15,8 @@ from pla_sglang.fleet.router.wire import messages as m
 
 PREFILL, DECODE = 0, 1
 ADDRESSES = [
-    m.WorkerEntry(PREFILL, "p", "127.0.0.1", 1, "prefill"),
-    m.WorkerEntry(DECODE, "d", "127.0.0.1", 2, "decode"),
+    m.WorkerEntry(PREFILL, "127.0.0.1", 1, "prefill"),
+    m.WorkerEntry(DECODE, "127.0.0.1", 2, "decode"),
 ]
 REQUEST = b'POST /generate HTTP/1.1\r\nhost: h\r\ncontent-length: 12\r\n\r\n{"text":"x"}'
 ANSWER = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}"
@@ -33,7 +33,7 @@ class Scene:
                 RelayConfig(), number=0, send_to_control=sent.append, rng=random.Random(1), now_s=lambda: self.now_s
             )
         )
-        self.relay.on_message(m.Table(1, 1, tuple(ADDRESSES), serving=True))
+        self.relay.on_message(m.Table(1, tuple(ADDRESSES), serving=True))
         self.aborted: list[int] = []
         aborts = self.relay.context.aborts
         aborts.abort_repeatedly = lambda number, rids: self.aborted.append(number)  # type: ignore[method-assign]

@@ -18,17 +18,15 @@ FROM_RELAY = [
     PROGRESS,
     msgspec.structs.replace(ASK, over=OVER),
     m.Progress("r", m.Milestone.FIRST_TOKEN, 2.9, movable=True, attempt=2, gap_s=0.2),
-    m.Dropped("r", 3, m.Cause.RESUMED, 2.9, "it has gone on"),
+    m.Dropped("r", 3, m.Cause.RESUMED, "it has gone on"),
     m.Completed("r", m.Outcome.CLIENT_GONE, 200, 3.0, first_s=2.5, aborted=(1, 2)),
     m.Failure(2, m.FailureKind.LOST, "reset", rid="r"),
-    m.Hello(0, m.PROTOCOL, 77, open=(m.OpenRequest(ASK, ASSIGN, (PROGRESS,)),), asking=("s",)),
+    m.Hello(0, m.PROTOCOL, open=(m.OpenRequest(ASK, ASSIGN, (PROGRESS,)),), asking=("s",)),
     m.RelayReport(0, {'bad_requests_total{reason="head"}': 1.0}, {"open_streams": 2.0}),
-    m.AdminAsk(4, 0, "GET", "/pla/state", "", b""),
+    m.AdminAsk(4, 0, "GET", "/pla/state", b""),
 ]
 FROM_CONTROL = [
-    m.Table(
-        9, 1, (m.WorkerEntry(2, "decode-0", "127.0.0.1", 30000, "decode"),), serving=True, prompts=m.PromptDetail.BODY
-    ),
+    m.Table(9, (m.WorkerEntry(2, "127.0.0.1", 30000, "decode"),), serving=True, wants_bodies=True),
     m.Heartbeat(),
     ASSIGN,
     msgspec.structs.replace(ASSIGN, attempt=2, held_tokens=12),

@@ -14,7 +14,6 @@ from hypothesis import HealthCheck, settings
 from support.router_process import RouterProcess, router_process
 from support.serving import until
 
-from pla_sglang.fleet.router.control.admin import AdminRoutes
 from pla_sglang.fleet.router.control.control_plane import ControlPlane
 from pla_sglang.fleet.router.control.knobs import ControlKnobs
 from pla_sglang.fleet.router.control.workers.discovery import parse_url
@@ -42,7 +41,7 @@ def described() -> set[tuple[str, str]]:
 
 
 def test_it_lists_what_is_served_and_nothing_else() -> None:
-    control = AdminRoutes(ControlPlane(ControlKnobs()), time.monotonic).table
+    control = ControlPlane(ControlKnobs())._routes.table
     served = {(route.method, path) for path, route in routes.ROUTES.items()}
     served |= {(method, path) for path, acts in control.items() for method in acts}
     assert described() == served | {("GET", f"{routes.PASSED_GET_PREFIX}{{model}}")}

@@ -34,8 +34,8 @@ def ask(host: str, answer: Callable[[WholeCall], None]) -> tuple[bytes, list[int
 
     async def scenario() -> tuple[bytes, list[int]]:
         pool, statuses = OneConnection(), list[int]()
-        call = WholeCall(pool, asyncio.get_running_loop(), lambda it: statuses.append(it.status), timeout_s=60)  # type: ignore[arg-type]
-        worker = WorkerEntry(0, "w", host, 30_000, "unified", api_key="key", admin_key="admin")
+        call = WholeCall(pool, lambda it: statuses.append(it.status), timeout_s=60)  # type: ignore[arg-type]
+        worker = WorkerEntry(0, host, 30_000, "unified", api_key="key", admin_key="admin")
         call.send_request(worker, "POST", "/abort_request", b"{}", admin=True)
         answer(call)
         return pool.head, statuses

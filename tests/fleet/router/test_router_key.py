@@ -37,7 +37,7 @@ async def test_stateless_instances_are_told_the_key_and_no_others() -> None:
         assert [{told["router_key"] for told in one.told} for one in engines[:2]] == [{KEY}, {KEY}]
         entries = relay.last(m.Table).workers
         assert [entry.router_key for entry in entries] == [KEY, KEY, "", ""]
-        assert KEY.encode() not in msgspec.json.encode(plane.state())
+        assert KEY.encode() not in msgspec.json.encode(plane.read_state())
     finally:
         await plane.stop()
         for one in engines:

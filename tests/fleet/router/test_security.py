@@ -218,7 +218,7 @@ async def test_answers_of_an_instance_are_bounded() -> None:
     server = await asyncio.start_server(mad, "127.0.0.1", 0)
     async with setting() as here:
         port = server.sockets[0].getsockname()[1]
-        here.control.workers = (m.WorkerEntry(0, "one", "127.0.0.1", port, "unified"),)
+        here.control.workers = (m.WorkerEntry(0, "127.0.0.1", port, "unified"),)
         here.relay.on_message(here.control.table())
         answer = await here.ask(ASK)
         assert (answer.status, answer.error["type"]) == (502, "upstream_lost")

@@ -96,7 +96,7 @@ async def test_health_follows_the_wire(tmp_path: Any) -> None:
         return raw
 
     assert b"no_control" in await health()
-    control = TurnControl((m.WorkerEntry(0, "w", "127.0.0.1", 1, "unified"),))
+    control = TurnControl((m.WorkerEntry(0, "127.0.0.1", 1, "unified"),))
     other_end = ControlWire(path, control, now_s=loop.time)
     await other_end.start_listening()
     async with asyncio.timeout(10):

@@ -172,10 +172,10 @@ async def test_a_control_plane_that_is_deposed_ends_itself(
     monkeypatch.setattr(succession.os, "_exit", statuses.append)
     async with scene(["null"]) as one:
         one.assign("r")
-        one.plane.on_message(m.Hello(0, m.PROTOCOL, 1, epoch=1))
+        one.plane.on_message(m.Hello(0, m.PROTOCOL, epoch=1))
         assert not statuses
         one.assign("s")
-        one.plane.on_message(m.Hello(0, m.PROTOCOL, 1, epoch=2))
+        one.plane.on_message(m.Hello(0, m.PROTOCOL, epoch=2))
         assert statuses == [EXIT_DEPOSED]
         assert one.plane.dispatcher.ledger.live == 1  # it does nothing more, not even end what the relay did not name
         assert [record.message for record in caplog.records if record.levelname == "ERROR"] == [
@@ -197,7 +197,7 @@ def describe_ledger(plane: ControlPlane) -> dict[str, Any]:
         "requests": {
             record.rid: (
                 *(record.state, record.present.number, record.last_number, record.tenant),
-                {(leg.leg, leg.worker, leg.state, leg.room) for leg in record.present.open_legs()},
+                {(leg.worker, leg.state, leg.room) for leg in record.present.open_legs()},
             )
             for record in records
         },
@@ -299,7 +299,7 @@ async def test_pools_are_those_of_the_former_one(tmp_path: Path) -> None:
         prepared.described |= {row.url: row.description for row in one.plane.table if row.description is not None}
         views = [worker.view for worker in one.plane.table.workers[:2]]
         views[0].length_class, views[1].length_class = views[1].length_class, views[0].length_class
-        one.plane.save_later()
+        one.plane._state_file.mark_changed()
         await one.plane.stop()
         plane = ControlPlane(one.plane.knobs, lease=Lease(2, time.monotonic(), 0), prepared=prepared)
         await plane.start()

@@ -314,7 +314,7 @@ async def test_streams_that_are_moved_at_random_lose_nothing() -> None:
         assert ordered > 10
         await here.at_rest()
         assert not any(one.streams for one in here.fakes)
-        migration.sweep_moves(time.monotonic())
+        migration.sweep_moves()
         assert count_moves(here.plane) == 0
         metrics = (await here.get("/metrics"))[1]
         assert 'pla_router_migrations_total{how="pull",reason="random"}' in metrics

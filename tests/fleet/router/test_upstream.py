@@ -13,7 +13,7 @@ from pla_sglang.fleet.router.relay.upstream_connection import UpstreamConnection
 from pla_sglang.fleet.router.tls import TlsContext, WorkerTls
 from pla_sglang.fleet.router.wire.messages import FailureKind, WorkerEntry
 
-WORKER = WorkerEntry(3, "u", "127.0.0.1", 1, "unified")
+WORKER = WorkerEntry(3, "127.0.0.1", 1, "unified")
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\n"
 
 
@@ -41,9 +41,7 @@ class SlowClient:
 
 async def test_a_connection_goes_back_to_the_pool_reading() -> None:
     """An answer may end while its client is too slow: whoever has the connection next must get theirs."""
-    pool = UpstreamPool(
-        asyncio.get_running_loop(), TlsContext(WorkerTls(), now_s=0.0), connect_timeout_s=1.0, idle_s=3.0
-    )
+    pool = UpstreamPool(TlsContext(WorkerTls(), now_s=0.0), connect_timeout_s=1.0)
     connection, transport = UpstreamConnection(pool, WORKER), FakeTransport()
     connection.connection_made(transport)
     sink = SlowClient(connection)
@@ -61,13 +59,11 @@ async def test_few_connect_at_a_time_and_all_are_told(listens: bool, monkeypatch
     """A burst of requests opens connections a few at a time; where nobody listens, nobody waits for a turn."""
     monkeypatch.setattr(upstream_connection, "MAX_CONNECTING", 3)
     server = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
-    worker = WorkerEntry(0, "w", "127.0.0.1", server.sockets[0].getsockname()[1], "unified")
+    worker = WorkerEntry(0, "127.0.0.1", server.sockets[0].getsockname()[1], "unified")
     if not listens:
         server.close()
         await server.wait_closed()
-    pool = UpstreamPool(
-        asyncio.get_running_loop(), TlsContext(WorkerTls(), now_s=0.0), connect_timeout_s=5.0, idle_s=3.0
-    )
+    pool = UpstreamPool(TlsContext(WorkerTls(), now_s=0.0), connect_timeout_s=5.0)
     got: list[UpstreamConnection | None] = []
     for _ in range(10):
         pool.take_connection(worker, lambda connection, _: got.append(connection))

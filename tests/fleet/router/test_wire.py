@@ -222,7 +222,7 @@ async def test_nonsense_from_a_relay_ends_its_membership(address: str) -> None:
         stranger.close_wire()
 
 
-@pytest.mark.parametrize("table", [m.Table(1, 1, (), serving=True, protocol=m.PROTOCOL + 1), None])
+@pytest.mark.parametrize("table", [m.Table(1, (), serving=True, protocol=m.PROTOCOL + 1), None])
 async def test_a_control_plane_of_another_version_is_refused_with_one_line(
     table: m.Table | None, address: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,7 +21,7 @@ import dataclasses
 import math
 import urllib.parse
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -31,7 +31,9 @@ from pla_sglang.fleet.router.control.observability.explain import explain_length
 from pla_sglang.fleet.router.control.request_dispatcher import RequestDispatcher
 from pla_sglang.fleet.router.control.workers.discovery import parse_url
 from pla_sglang.fleet.router.control.workers.errors import WorkerError
+from pla_sglang.fleet.router.control.workers.state_file import StateFile
 from pla_sglang.fleet.router.control.workers.table import Worker
+from pla_sglang.fleet.router.control.workers.worker_file import WorkerFile
 from pla_sglang.fleet.router.http.bodies import NewWorker, RoleOrder, WorkerRow
 from pla_sglang.fleet.router.http.responses import JSON, error_body
 from pla_sglang.fleet.router.wire.messages import AdminAsk, AdminResponse
@@ -39,26 +41,6 @@ from pla_sglang.fleet.viewer.page import CONTENT_TYPE, live_headers, render_live
 
 METRICS = "text/plain; version=0.0.4; charset=utf-8"
 ERROR_TYPES = {404: "not_found", 405: "method", 409: "conflict"}
-
-
-class Admin(Protocol):
-    """What the routes below need of the control plane."""
-
-    dispatcher: RequestDispatcher
-
-    def state(self) -> dict[str, Any]: ...
-
-    def view_document(self, since_s: float) -> dict[str, Any]:
-        """For the page of the fleet; of its samples those after ``since_s``."""
-
-    def reload_worker_file(self) -> dict[str, Any]:
-        """Raises ConfigError for a worker file that cannot be read; nothing changes then."""
-
-    def order_role(self, worker: Worker, role: str, epoch: int | None) -> None:
-        """An operator's order. Raises WorkerError."""
-
-    def save_later(self, *, removed: str | None = None) -> None:
-        """An operator has changed the table, which is to be saved."""
 
 
 Act = Callable[..., AdminResponse]  # of the body, then of what stands in the path for its parts in braces
@@ -101,26 +83,41 @@ def read_seconds(text: str) -> float | None:
 
 
 class AdminRoutes:
-    """Answers for one control plane."""
+    """Answers for one control plane.
 
-    def __init__(self, plane: Admin, clock: Callable[[], float]) -> None:
-        self._plane = plane
-        self._workers = plane.dispatcher.table
-        self._clock = clock
+    Args:
+        worker_file: None: there is none.
+        read_state: for /pla/state.
+        draw_fleet: for the page of the fleet; of its samples those after the time that it is called with.
+    """
+
+    def __init__(
+        self,
+        dispatcher: RequestDispatcher,
+        state_file: StateFile,
+        worker_file: WorkerFile | None,
+        *,
+        read_state: Callable[[], dict[str, Any]],
+        draw_fleet: Callable[[float], dict[str, Any]],
+        clock: Callable[[], float],
+    ) -> None:
+        self._dispatcher, self._workers = dispatcher, dispatcher.table
+        self._state_file, self._worker_file = state_file, worker_file
+        self._draw_fleet, self._clock = draw_fleet, clock
         # By path and method. A part in braces stands for anything, which the function gets behind the body.
         self.table: dict[str, dict[str, Act]] = {
-            "/metrics": {"GET": lambda _: AdminResponse(0, 200, METRICS, plane.dispatcher.series.render_text())},
+            "/metrics": {"GET": lambda _: AdminResponse(0, 200, METRICS, dispatcher.series.render_text())},
             "/workers": {"GET": self._list_workers, "POST": self._add_worker},
             "/workers/{worker}": {"GET": self._show_worker, "DELETE": self._remove_worker},
             "/workers/{worker}/drain": {"POST": self._drain_worker},
             "/workers/{worker}/undrain": {"POST": self._undrain_worker},
             "/workers/{worker}/role": {"POST": self._set_role},
-            "/pla/state": {"GET": lambda _: json_response(plane.state())},
+            "/pla/state": {"GET": lambda _: json_response(read_state())},
             "/pla/view": {"GET": lambda _: AdminResponse(0, 200, CONTENT_TYPE, render_live(), live_headers())},
             "/pla/view/since/{seconds}": {"GET": self._show_history},
             "/pla/ledger": {"GET": self._show_ledger},
             "/pla/explain/{rid}": {"GET": self._explain_request},
-            "/pla/reload": {"POST": lambda _: json_response(plane.reload_worker_file())},
+            "/pla/reload": {"POST": self._reload_workers},
         }
 
     def answer_request(self, ask: AdminAsk) -> AdminResponse:
@@ -172,17 +169,25 @@ class AdminRoutes:
 
     def _set_role(self, body: bytes, name: str) -> AdminResponse:
         order, worker = msgspec.json.decode(body, type=RoleOrder), self._workers.find(name)
-        self._plane.order_role(worker, order.role, order.epoch)
+        now_s = self._clock()
+        self._dispatcher.policy.order_role(worker.view, order.role, now_s, epoch=order.epoch)
+        self._dispatcher.dispatch_pending(now_s)
         return json_response(self._describe(worker))
 
+    def _reload_workers(self, _: bytes) -> AdminResponse:
+        if self._worker_file is None:
+            raise ConfigError("there is no worker file (--worker-file)")
+        changes = self._worker_file.reload(self._clock())
+        urls = {"added": [one.url for one in changes.add], "removed": [one.url for one in changes.remove]}
+        return json_response(urls)
+
     def _save_change(self, worker: Worker, *, removed: str | None = None) -> AdminResponse:
-        now_s = self._clock()
-        self._plane.save_later(removed=removed)
-        self._plane.dispatcher.dispatch_pending(now_s)
+        self._state_file.mark_changed(removed=removed)
+        self._dispatcher.dispatch_pending(self._clock())
         return json_response(self._describe(worker), 202)
 
     def _describe(self, worker: Worker) -> WorkerRow:
-        return row_of(worker, self._plane.dispatcher, self._clock())
+        return row_of(worker, self._dispatcher, self._clock())
 
     # -- the fleet over time -----------------------------------------------------------------------------------------
 
@@ -190,19 +195,19 @@ class AdminRoutes:
         since_s = read_seconds(seconds)
         if since_s is None:
             return error_response(f"{seconds!r} is no time; allowed: a number of seconds", 400)
-        response = json_response(self._plane.view_document(since_s))
+        response = json_response(self._draw_fleet(since_s))
         return msgspec.structs.replace(response, headers=(("cache-control", "no-store"),))
 
     # -- what became of requests -------------------------------------------------------------------------------------
 
     def _show_ledger(self, _: bytes) -> AdminResponse:
-        audit = self._plane.dispatcher.ledger.audit(self._clock())
+        audit = self._dispatcher.ledger.audit(self._clock())
         counts = dataclasses.asdict(audit) | {"balanced": audit.balanced}
         return json_response(counts, 200 if audit.balanced else 500)
 
     def _explain_request(self, _: bytes, rid: str) -> AdminResponse:
-        explained = self._plane.dispatcher.explained.explain(rid)
+        explained = self._dispatcher.explained.explain(rid)
         if explained is None:
             return error_response(f"request {rid!r} is not known (any more)", 404)
-        points = self._plane.dispatcher.policy.running.lengths.points_of(rid)
+        points = self._dispatcher.policy.running.lengths.points_of(rid)
         return json_response({**explained, "lengths": explain_lengths(points, explained["output_tokens"])})

@@ -12,13 +12,11 @@ from pla_sglang.fleet.router.control.requests.prompts import Prompts
 from pla_sglang.fleet.router.control.requests.request_record import Attempt, MoveKind, RequestRecord
 from pla_sglang.fleet.router.control.workers.table import Worker
 from pla_sglang.fleet.router.wire.inference import BY_ENDPOINT
-from pla_sglang.fleet.router.wire.messages import Leg
 from pla_sglang.load.tracker import Phase, TrackedRequest
 from pla_sglang.policy.common.device_clock import DeviceClock
 
 # Named once: see ``fast_enum``.
 _QUEUED, _PREFILLING, _COMING = Phase.QUEUED, Phase.PREFILLING, Phase.COMING
-_WHOLE, _PREFILL, _DECODE = Leg
 
 
 class Booking:
@@ -38,7 +36,7 @@ class Booking:
         self.adopt(record, prefill, decode, now_s)
         attempt = record.present
         attempt.assigned_s = now_s
-        for worker, _ in attempt.workers():
+        for worker in attempt.workers():
             worker.breaker.start_trial(record.rid)
         self.note_prompt(record, prefill, now_s)
 
@@ -49,8 +47,7 @@ class Booking:
         attempt, view = record.present, record.view
         attempt.prefill, attempt.decode = prefill, decode
         whole = prefill is decode
-        legs = [(_WHOLE, prefill.number)] if whole else [(_PREFILL, prefill.number), (_DECODE, decode.number)]
-        self.ledger.assign(record, legs, now_s, room=room)
+        self.ledger.assign(record, [worker.number for worker in attempt.workers()], now_s, room=room)
         history = view.history_tokens(prefill.view)
         decodes_here = whole and BY_ENDPOINT[record.ask.endpoint].generates
         queued = TrackedRequest(view.input_tokens - history, history, now_s, _QUEUED, decodes_here=decodes_here)
@@ -66,7 +63,7 @@ class Booking:
         self.end_at(record, record.present, now_s)
 
     def end_at(self, record: RequestRecord, attempt: Attempt, now_s: float) -> None:
-        for worker, _ in attempt.workers():
+        for worker in attempt.workers():
             worker.load.end_request((record.rid, attempt.number), now_s)
             worker.breaker.end_trial(record.rid)
 

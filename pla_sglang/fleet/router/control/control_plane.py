@@ -13,7 +13,7 @@ import functools
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from pla_sglang.common.errors import ConfigError
@@ -42,10 +42,8 @@ from pla_sglang.fleet.router.control.workers.abort_order import AbortOrder
 from pla_sglang.fleet.router.control.workers.batching import BatchingOrders
 from pla_sglang.fleet.router.control.workers.discovery import Description, parse_url
 from pla_sglang.fleet.router.control.workers.health import Health
-from pla_sglang.fleet.router.control.workers.instance_client import InstanceClient
 from pla_sglang.fleet.router.control.workers.monitor import InstanceMonitor
 from pla_sglang.fleet.router.control.workers.peering import Peering
-from pla_sglang.fleet.router.control.workers.report_intake import NewReport
 from pla_sglang.fleet.router.control.workers.state_file import StateFile
 from pla_sglang.fleet.router.control.workers.table import Worker, WorkerState, WorkerTable
 from pla_sglang.fleet.router.control.workers.tasks import Tasks
@@ -56,9 +54,8 @@ from pla_sglang.fleet.router.wire import messages as m
 from pla_sglang.fleet.router.wire.protocols import RelayPort
 from pla_sglang.load.prefix_index import PrefixIndex
 from pla_sglang.policy.common.device_clock import DeviceClock
-from pla_sglang.policy.common.length_errors import ErrorSums
 from pla_sglang.policy.common.plan_log import count_instances
-from pla_sglang.policy.interface.decisions import SetLengthClass, SetRole
+from pla_sglang.policy.interface.decisions import PrefillSample, SetLengthClass, SetRole
 from pla_sglang.policy_packages import find_policy
 from pla_sglang.profiles.load import load_profile
 
@@ -93,20 +90,16 @@ class ControlPlane:
         has_standby: Callable[[], bool | None] = lambda: None,
         clock: Clock = time.monotonic,
     ) -> None:
-        self.knobs = knobs
+        self.knobs, self._clock = knobs, clock
         self._life = secrets.randbits(62)  # differs from that of any earlier life, also of another router
         self._prepared = prepared or Preparation(knobs)
-        self._clock = clock
-        self._tasks = Tasks()
-        self._client: InstanceClient | None = None
+        self._tasks, self._client = Tasks(), self._prepared.client
         self._state_file = StateFile(knobs.memory_file)
         self._journal = WorkerLog(lambda worker, since_s: find_fates(worker, self.dispatcher.known_records(), since_s))
-        self.series = RouterSeries(self._read_gauges, self._find_length_errors)
+        self.series = RouterSeries(self._read_gauges, lambda: self.policy.running.lengths.sums)
         self.series.takeovers.inc(by=lease.epoch - 1)
-        policy = find_policy(knobs.policy)
-        self._length_blind = policy.length_blind
         device_clock = DeviceClock()  # set when the first instance says what it is
-        self.table = self._make_table(device_clock, pools=policy.pools)
+        self.table = self._make_table(device_clock)
         self._lack = LackLog(self.table, knobs.pending_s)
         self.succession = Succession(lease, clock, self.table.can_serve, has_standby)
         self._watch = FleetWatch(self.table, self.series.worker_ttft, self.series.requests.take_recent)
@@ -115,30 +108,29 @@ class ControlPlane:
         self._relays = RelayPorts(knobs, self.table, lease.epoch, router_key=router_key)
         health = Health(self.table, knobs.health)
         self._monitor = self._make_monitor(health)
-        self._peering = Peering(self.table, self.series.peer_lists.inc, router_key=router_key)
-        self._batching = BatchingOrders(self.table)
+        self._peering = Peering(self.table, self._client, self.series.peer_lists.inc, router_key=router_key)
+        self._batching = BatchingOrders(self.table, self._client)
         self.scaling = self._make_scaling()
         self._plans = PlanRecorder(self.scaling.log)
-        booking = Booking(Ledger(), Prompts(knobs.prompts, PrefixIndex()), self.series, device_clock)
+        prompts = Prompts(PrefixIndex(), tokenize_bytes=knobs.tokenize_bytes)
+        booking = Booking(Ledger(), prompts, self.series, device_clock)
         self.migration = self._make_migration(booking)
         self.policy = self._make_policy(booking)
         self._peering.wanted_rows = self.policy.wanted_rows
-        send_message, order_abort = self._relays.send_message, self._monitor.abort
-        self.dispatcher = RequestDispatcher(
-            knobs, health, self.policy, booking, send_message=send_message, order_abort=order_abort
-        )
-        self._events = RequestEvents(self.dispatcher, self._monitor, send_message=send_message)
-        self._silence = SilenceWatch(self.dispatcher, send_message=send_message)
+        send, abort = self._relays.send_message, self._monitor.abort
+        self.dispatcher = RequestDispatcher(knobs, health, self.policy, booking, send_message=send, order_abort=abort)
+        self._events = RequestEvents(self.dispatcher, self._monitor, send_message=send)
+        self._silence = SilenceWatch(self.dispatcher, send_message=send)
         self._late = LatePlacement(self.dispatcher, self.migration)
-        self._drains = Drains(self.dispatcher, self.migration, clock=clock)
-        self._routes = AdminRoutes(self, clock)
+        self._drains = Drains(self.dispatcher, self.migration, self._client, clock=clock)
+        self._routes = self._make_routes()
         self._handlers = self._message_handlers()
 
-    def _make_table(self, device_clock: DeviceClock, *, pools: bool) -> WorkerTable:
+    def _make_table(self, device_clock: DeviceClock) -> WorkerTable:
         return WorkerTable(
             self.knobs.breaker,
             next_number=self._state_file.state.next_number,
-            pools=pools,
+            pools=find_policy(self.knobs.policy).pools,
             settle_s=self.knobs.settle_s,
             clock=device_clock,
             on_change=self._on_worker_change,
@@ -150,9 +142,9 @@ class ControlPlane:
 
     def _make_monitor(self, health: Health) -> InstanceMonitor:
         return InstanceMonitor(
-            self.table,
             health,
-            self._clock,
+            self._client,
+            clock=self._clock,
             poll_interval_s=self.knobs.poll_interval_s,
             on_report=self._on_report,
             on_description=self._on_description,
@@ -164,6 +156,7 @@ class ControlPlane:
             self.knobs.scaling,
             self.table,
             self._state_file,
+            self._tasks,
             clock=self._clock,
             first_plan=time.time_ns() // 1_000_000,
             on_start=self.series.note_start,
@@ -172,8 +165,8 @@ class ControlPlane:
     def _make_migration(self, booking: Booking) -> Migration:
         return Migration(
             booking,
-            self.table,
             self._peering,
+            self._client,
             send_message=self._relays.send_message,
             order_abort=self._monitor.abort,
             on_over=self._on_move_over,
@@ -188,8 +181,8 @@ class ControlPlane:
             clock=now,
             device_clock=booking.clock,
             find_worker=self.table.of,
-            find_record=booking.ledger.records.get,
-            mover=self.migration if self.knobs.migrates else None,
+            records=booking.ledger.records,
+            move_request=self.migration.move_request if self.knobs.migrates else None,
         )
         return LivePolicy(
             self.knobs,
@@ -199,6 +192,16 @@ class ControlPlane:
             clock=booking.clock,
             is_connected=self._peering.is_connected,
             on_action=self._on_action,
+        )
+
+    def _make_routes(self) -> AdminRoutes:
+        return AdminRoutes(
+            self.dispatcher,
+            self._state_file,
+            self._worker_file,
+            read_state=self.read_state,
+            draw_fleet=self.draw_fleet,
+            clock=self._clock,
         )
 
     # -- ControlPort -------------------------------------------------------------------------------------------------
@@ -213,26 +216,18 @@ class ControlPlane:
         self.policy.open_recording(keep=keep, clock_start_s=time.time() - self._clock())
         if knobs.trace_endpoint:
             self.dispatcher.tracing = load_tracing(knobs, self._prepared.scheme, self._clock)
-        self._client = client = InstanceClient(
-            self._prepared.tls,
-            timeout_s=knobs.health.timeout_s,
-            api_key=knobs.worker_api_key,
-            admin_key=knobs.worker_admin_key,
-        )
         try:
             self._add_workers()
             if not self.table.workers and self._service is None:
                 logger.warning(NO_WORKERS)
-            self._monitor.start(client, knobs.telemetry)
-            self._peering.start(client)
-            self.migration.start(client)
-            self._drains.start(client)
-            self._batching.start(client)
+            self._monitor.start(knobs.telemetry)
             self.scaling.start()
             self._resume_workers()
         except ConfigError:
-            await client.close()
+            await self._tasks.close()
+            await self._client.close()
             raise
+        self._tasks.spawn(self._drains.watch_endings())
         self._call_every(m.HEARTBEAT_INTERVAL_S, self._relays.send_heartbeat)
         self._call_every(SWEEP_S, self._sweep)
         if self._prepared.keys is not None:
@@ -253,14 +248,9 @@ class ControlPlane:
 
     async def stop(self) -> None:
         await self._tasks.close()
-        await self._monitor.stop()
-        await self._peering.stop()
-        await self._drains.stop()
-        await self.migration.stop()
-        await self._batching.stop()
-        await self.scaling.stop()
-        if self._client is not None:
-            await self._client.close()
+        await self._client.close()
+        self._monitor.close()
+        await self.scaling.close()
         self.policy.close_recording()
         self._save_state()
         if self.dispatcher.tracing is not None:
@@ -315,17 +305,17 @@ class ControlPlane:
 
     # -- for operators -----------------------------------------------------------------------------------------------
 
-    def state(self) -> dict[str, Any]:
+    def read_state(self) -> dict[str, Any]:
         """For /pla/state."""
         recorder = self.policy.recorder
         return {
-            **state_of(self.dispatcher, self._clock()),
+            **state_of(self.dispatcher, self.migration, self._clock()),
             "telemetry": {
                 "address": self.knobs.telemetry,
                 "polls": self._monitor.polls,
                 "published": self._monitor.published.received,
                 "published_malformed": self._monitor.published.malformed,
-                "reports_of_nobody": self._monitor.intake.unknown,
+                "reports_of_nobody": self._monitor.reports_of_nobody,
                 "reports_lost": sum(worker.load.lost_reports for worker in self.table.workers),
             },
             "worker_service": None if self._service is None else self._service.to_dict(),
@@ -338,7 +328,7 @@ class ControlPlane:
             "record_error": None if recorder is None else recorder.error,
         }
 
-    def view_document(self, since_s: float) -> dict[str, Any]:
+    def draw_fleet(self, since_s: float) -> dict[str, Any]:
         """For /pla/view: the last minutes, of samples those after ``since_s``."""
         now_s = self._clock()
         document = self._watch.history.to_document(now_s, since_s)
@@ -351,26 +341,6 @@ class ControlPlane:
             "head": describe_fleet(self.dispatcher, self.scaling),
             "plan": plan,
         }
-
-    def reload_worker_file(self) -> dict[str, Any]:
-        """Raises ConfigError without a file or for a bad one; nothing changes then."""
-        if self._worker_file is None:
-            raise ConfigError("there is no worker file (--worker-file)")
-        changes = self._worker_file.reload(self._clock())
-        return {
-            "added": [address.url for address in changes.add],
-            "removed": [address.url for address in changes.remove],
-        }
-
-    def order_role(self, worker: Worker, role: str, epoch: int | None) -> None:
-        """An operator's order. Raises WorkerError."""
-        now_s = self._clock()
-        self.policy.order_role(worker.view, role, now_s, epoch=epoch)
-        self.dispatcher.dispatch_pending(now_s)
-
-    def save_later(self, *, removed: str | None = None) -> None:
-        """An operator has changed the table. ``removed``: the address of a worker that is to go."""
-        self._state_file.mark_changed(removed=removed)
 
     # -- workers -----------------------------------------------------------------------------------------------------
 
@@ -408,7 +378,7 @@ class ControlPlane:
             for number, controller in enumerate(runner.policy.controllers):
                 interval_s = self.policy.clock.wall_s(controller.interval_s)
                 self._call_every(interval_s, functools.partial(self._tick_controller, number))
-        if self.dispatcher.prompts.encode is None and not self._length_blind:
+        if self.dispatcher.prompts.encode is None and not find_policy(self.knobs.policy).length_blind:
             self.dispatcher.prompts.encode = load_tokenizer(self.knobs.tokenizer or description.tokenizer)
 
     def _on_worker_change(self, worker: Worker) -> None:
@@ -440,12 +410,12 @@ class ControlPlane:
         self._drains.empty_drained()
         self.dispatcher.dispatch_pending(now_s)
 
-    def _on_report(self, report: NewReport) -> None:
-        """A load report has come: the policy learns from it, and a request that waits may go now."""
+    def _on_report(self, worker: Worker, sample: PrefillSample | None) -> None:
+        """A load is known anew: the policy learns from it, and a request that waits may go now."""
         now_s = self._clock()
-        self.dispatcher.index.show_cache(report.worker.view)
-        self.policy.learn_steps(report.worker)
-        self.policy.on_report(report.worker.view, report.sample, now_s)
+        self.dispatcher.index.show_cache(worker.view)
+        self.policy.learn_steps(worker)
+        self.policy.on_report(worker.view, sample, now_s)
         self.dispatcher.dispatch_pending(now_s)
 
     def _on_aborted(self, order: AbortOrder, outcome: str) -> None:
@@ -465,7 +435,7 @@ class ControlPlane:
     def _sweep(self) -> None:
         now_s = self._clock()
         self._silence.look(now_s)
-        self.migration.sweep_moves(now_s)
+        self.migration.sweep_moves()
         self._drains.empty_drained()
         self.table.remove_drained(now_s)
         self.scaling.note_fleet(now_s)
@@ -497,9 +467,6 @@ class ControlPlane:
     def _read_gauges(self) -> Iterator[Row]:
         yield from self.succession.gauges()
         yield from gauges(self.dispatcher, self.scaling, self._clock())
-
-    def _find_length_errors(self) -> Mapping[tuple[int, int], ErrorSums]:
-        return self.policy.running.lengths.sums
 
     def _save_state(self) -> None:
         self._state_file.save_changes(self.table.next_number, (worker.to_saved() for worker in self.table))

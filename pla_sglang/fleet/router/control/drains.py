@@ -16,29 +16,26 @@ from pla_sglang.fleet.router.control.requests.request_record import DRAIN, MoveK
 from pla_sglang.fleet.router.control.workers.errors import ControlError
 from pla_sglang.fleet.router.control.workers.instance_client import InstanceClient
 from pla_sglang.fleet.router.control.workers.table import Worker, WorkerReason, WorkerState
-from pla_sglang.fleet.router.control.workers.tasks import Tasks
 
 MOVES_AT_ONCE = 16  # out of one instance
 
 
 class Drains:
-    """Moves the requests of draining instances away. It does nothing before ``start``."""
+    """Moves the requests of draining instances away."""
 
-    def __init__(self, dispatcher: RequestDispatcher, migration: Migration, *, clock: Callable[[], float]) -> None:
-        self._dispatcher, self._migration, self._clock = dispatcher, migration, clock
-        self._client: InstanceClient | None = None
-        self._tasks = Tasks()
-
-    def start(self, client: InstanceClient) -> None:
-        self._client = client
-        self._tasks.spawn(self._watch_endings())
-
-    async def stop(self) -> None:
-        await self._tasks.close()
+    def __init__(
+        self,
+        dispatcher: RequestDispatcher,
+        migration: Migration,
+        client: InstanceClient,
+        *,
+        clock: Callable[[], float],
+    ) -> None:
+        self._dispatcher, self._migration, self._client, self._clock = dispatcher, migration, client, clock
 
     def empty_drained(self) -> None:
         """Moves what can be moved away from instances that drain, but for what rests."""
-        if not self._dispatcher.knobs.migrates or self._client is None:
+        if not self._dispatcher.knobs.migrates:
             return
         draining = {worker for worker in self._dispatcher.table if worker.state is WorkerState.DRAINING}
         if not draining:
@@ -68,10 +65,12 @@ class Drains:
 
     # -- instances that end ------------------------------------------------------------------------------------------
 
-    async def _watch_endings(self) -> None:
-        """An instance that was told to end (SIGTERM) finishes what it has, and takes what still comes. Those of ours
-        say so when they are asked, be they busy or idle; of stock ones nobody knows: their /health says 503, and is not
-        asked, as an idle one computes a token for it."""
+    async def watch_endings(self) -> None:
+        """Never ends. An instance that was told to end (SIGTERM) finishes what it has, and takes what still comes.
+
+        Those of ours say so when they are asked, be they busy or idle. Of stock ones nobody knows: their /health says
+        503, and is not asked, as an idle one computes a token for it.
+        """
         while True:
             await asyncio.sleep(self._dispatcher.health.knobs.interval_s)
             ready = [worker for worker in self._dispatcher.table if worker.is_ready()]
@@ -79,7 +78,6 @@ class Drains:
             await asyncio.gather(*(self._check_ending(worker) for worker in says))
 
     async def _check_ending(self, worker: Worker) -> None:
-        assert self._client is not None
         try:
             ending = await self._client.is_ending(worker)
         except ControlError:

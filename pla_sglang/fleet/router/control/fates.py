@@ -36,7 +36,7 @@ def find_fates(worker: Worker, records: Iterable[RequestRecord], since_s: float)
 
 def _was_there(attempt: Attempt, worker: Worker, since_s: float) -> bool:
     """Not one that was to follow another, and came to nothing."""
-    here = any(one is worker for one, _ in attempt.workers()) and not attempt.failure
+    here = worker in attempt.workers() and not attempt.failure
     return here and (attempt.ended_s is None or attempt.ended_s >= since_s)
 
 

@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from typing import Any
 
+from pla_sglang.fleet.router.control.migration import Migration
 from pla_sglang.fleet.router.control.observability.series import Row
 from pla_sglang.fleet.router.control.request_dispatcher import RequestDispatcher
 from pla_sglang.fleet.router.control.scale_orders import ScaleOrders
@@ -185,7 +186,7 @@ def row_of(worker: Worker, dispatcher: RequestDispatcher, now_s: float) -> Worke
     return worker.to_row(now_s, ttft, dispatcher.policy.describe_steps(worker.view))
 
 
-def state_of(dispatcher: RequestDispatcher, now_s: float) -> dict[str, Any]:
+def state_of(dispatcher: RequestDispatcher, migration: Migration, now_s: float) -> dict[str, Any]:
     """For /pla/state."""
     driver = dispatcher.policy.runner
     pools: dict[str, list[str]] = {"short": [], "long": [], "both": []}
@@ -204,7 +205,7 @@ def state_of(dispatcher: RequestDispatcher, now_s: float) -> dict[str, Any]:
         "pools": pools if dispatcher.table.pools else None,
         "pressure": _pressure(dispatcher),
         "boundary": _boundary(dispatcher),
-        "moves": _moves(dispatcher),
+        "moves": _moves(dispatcher, migration),
         "open_requests": dispatcher.ledger.live,
         "queued_requests": len(dispatcher.queue),
         "queue_turns": {reason.value: count for reason, count in dispatcher.queue.turns.items()},
@@ -221,7 +222,7 @@ def state_of(dispatcher: RequestDispatcher, now_s: float) -> dict[str, Any]:
     }
 
 
-def _moves(dispatcher: RequestDispatcher) -> dict[str, Any] | None:
+def _moves(dispatcher: RequestDispatcher, migration: Migration) -> dict[str, Any] | None:
     """Moves of running requests, and how old the rows are that they are decided on."""
     policy = dispatcher.policy
     if not policy.moves_requests:
@@ -230,6 +231,7 @@ def _moves(dispatcher: RequestDispatcher) -> dict[str, Any] | None:
     gains = dispatcher.series.move_gains.to_dict()
     return {
         **policy.orders.to_dict(),
+        "failed": migration.failed,
         "gains": gains,
         "rows": running.to_dict(),
         "lengths": running.lengths.to_dict(),

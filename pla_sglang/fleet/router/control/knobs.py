@@ -8,11 +8,9 @@ from pathlib import Path
 from pla_sglang.common.checks import KEY, MILLI, PORT, Choice, Pattern, Range, check_fields, knob
 from pla_sglang.common.errors import ConfigError
 from pla_sglang.fleet.router.control.requests.moves import DISPATCH, PREFILLED, MoveKnobs
-from pla_sglang.fleet.router.control.requests.prompts import PromptKnobs
 from pla_sglang.fleet.router.control.scale_orders import ScalingKnobs
 from pla_sglang.fleet.router.control.workers.breaker import BreakerKnobs
 from pla_sglang.fleet.router.control.workers.discovery import parse_url
-from pla_sglang.fleet.router.control.workers.exclusions import ExclusionKnobs
 from pla_sglang.fleet.router.control.workers.health import HealthKnobs
 from pla_sglang.policy.admission import AdmissionKnobs
 from pla_sglang.policy.registry import live_policy_names
@@ -123,6 +121,13 @@ class ControlKnobs:
         "queue here, fair by tenant, above N queued tokens an instance; default: never",
         allowed=Range(1, unit="tokens"),
     )
+    full_avoid_s: float = knob(
+        0.1,
+        "--full-avoid-ms MS",
+        "a full instance gets nothing that others can take; 0: at once again",
+        allowed=Range(0, 60_000, "ms"),
+        scale=MILLI,
+    )
     enable_trace: bool = knob(
         False, "--enable-trace", "OpenTelemetry spans; needs pla-sglang[tracing]", heading="tracing"
     )
@@ -132,10 +137,11 @@ class ControlKnobs:
     trace_share: float = knob(
         1.0, "--trace-share", "of requests without a traceparent, those that are traced", allowed=Range(0, 1)
     )
-    prompts: PromptKnobs = dataclasses.field(default_factory=PromptKnobs)
+    tokenize_bytes: int = knob(
+        8192, "--tokenize-bytes", "longer bodies are estimated", allowed=Range(0, unit="bytes"), heading="prompts"
+    )
     health: HealthKnobs = dataclasses.field(default_factory=HealthKnobs)
     breaker: BreakerKnobs = dataclasses.field(default_factory=BreakerKnobs)
-    exclusions: ExclusionKnobs = dataclasses.field(default_factory=ExclusionKnobs)
     retry_budget: RetryBudgetKnobs = dataclasses.field(default_factory=RetryBudgetKnobs)
     moves: MoveKnobs = dataclasses.field(default_factory=MoveKnobs)
     admission: AdmissionKnobs = dataclasses.field(default_factory=AdmissionKnobs)

@@ -14,8 +14,9 @@ import logging
 from collections import Counter
 from typing import Any
 
+from pla_sglang.fleet.router.control.migration import Migration
 from pla_sglang.fleet.router.control.request_dispatcher import RequestDispatcher
-from pla_sglang.fleet.router.control.requests.moves import PREFILLED, Mover
+from pla_sglang.fleet.router.control.requests.moves import PREFILLED
 from pla_sglang.fleet.router.control.requests.request_record import Placement, RequestRecord
 from pla_sglang.fleet.router.control.workers.exclusions import find_unfit
 from pla_sglang.fleet.router.control.workers.table import Worker
@@ -34,15 +35,10 @@ _WHEN_PREFILLED, _NOT_MOVABLE, _KEEP_LOCAL = (
 
 
 class LatePlacement:
-    """Handles first tokens once they are entered. It does nothing where the operator does not want it.
+    """Handles first tokens once they are entered. It does nothing where the operator does not want it."""
 
-    Args:
-        mover: moves a request to the instance that the policy names.
-    """
-
-    def __init__(self, dispatcher: RequestDispatcher, mover: Mover) -> None:
-        self._dispatcher = dispatcher
-        self._mover = mover
+    def __init__(self, dispatcher: RequestDispatcher, migration: Migration) -> None:
+        self._dispatcher, self._migration = dispatcher, migration
         self._wanted = dispatcher.knobs.place_decode == PREFILLED
         self._blocked_by = ""  # name of an instance that keeps decodes from being placed late
         self._placed: Counter[str] = Counter()  # by reason
@@ -107,7 +103,7 @@ class LatePlacement:
 
     def _move(self, record: RequestRecord, placement: Placement, target: InstanceView, why: Reason) -> bool:
         worker: Worker = self._dispatcher.table.of(target)
-        if self._mover.move_request(record.rid, worker, why.value) is not None:
+        if self._migration.move_request(record.rid, worker, why.value) is not None:
             return False
         placement.placed_on = target.name
         return True

@@ -20,6 +20,7 @@ from typing import Any
 
 from pla_sglang.fleet.router.control.booking import Booking
 from pla_sglang.fleet.router.control.requests.ledger import order_aborts
+from pla_sglang.fleet.router.control.requests.moves import note_failed_move, rests_from_failure
 from pla_sglang.fleet.router.control.requests.relay_messages import assign_message
 from pla_sglang.fleet.router.control.requests.request_record import (
     LEAVING,
@@ -27,24 +28,19 @@ from pla_sglang.fleet.router.control.requests.request_record import (
     Attempt,
     MoveKind,
     RequestRecord,
-    name_at_instance,
 )
 from pla_sglang.fleet.router.control.workers.abort_order import AbortOrder
 from pla_sglang.fleet.router.control.workers.errors import ControlError
 from pla_sglang.fleet.router.control.workers.exclusions import find_unfit
 from pla_sglang.fleet.router.control.workers.instance_client import InstanceClient
 from pla_sglang.fleet.router.control.workers.peering import Peering
-from pla_sglang.fleet.router.control.workers.table import Worker, WorkerState, WorkerTable
-from pla_sglang.fleet.router.control.workers.tasks import Tasks
+from pla_sglang.fleet.router.control.workers.table import Worker, WorkerState
 from pla_sglang.fleet.router.wire import messages as m
+from pla_sglang.fleet.router.wire.rids import rid_at_instance
 from pla_sglang.policy.interface.fast_enum import FastEnum
 
 logger = logging.getLogger(__name__)
 HOLD_S = 10.0  # at most; then a paused request goes on by itself
-COOL_DOWN_S = 10.0  # of device time, after a move that came to nothing
-DRAIN_COOL_DOWN_S = (
-    0.5  # likewise, where its instance is to be empty: after the first one; then twice as long each time
-)
 _PULL, _REDO = MoveKind.PULL, MoveKind.REDO
 _RESUMED, _FIRST_TOKEN = m.Cause.RESUMED, m.Milestone.FIRST_TOKEN
 # Of a pull that was not sent, or that its instance has answered with an error: it holds nothing.
@@ -73,16 +69,8 @@ class RunningMove:
     state: MoveState = HOLDING
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Failed:
-    """A request's last move came to nothing; ``times``: so have as many in a row, each shortly after the other."""
-
-    at_s: float
-    times: int
-
-
 class Migration:
-    """Orders the steps of each move, and keeps it until it is over. It moves nothing before ``start``.
+    """Orders the steps of each move, and keeps it until it is over.
 
     Args:
         send_message: to a relay by its number.
@@ -97,28 +85,19 @@ class Migration:
     def __init__(
         self,
         booking: Booking,
-        table: WorkerTable,
         peering: Peering,
+        client: InstanceClient,
         *,
         send_message: Callable[[int, m.FromControl], None],
         order_abort: Callable[[AbortOrder], None],
         on_over: Callable[[float], None],
         clock: Callable[[], float],
     ) -> None:
-        self._booking, self._ledger, self._series, self._table = booking, booking.ledger, booking.series, table
-        self._peering, self._clock = peering, clock
+        self._booking, self._ledger, self._series = booking, booking.ledger, booking.series
+        self._peering, self._client, self._clock = peering, client, clock
         self._send_message, self._order_abort, self._on_over = send_message, order_abort, on_over
-        self._client: InstanceClient | None = None
-        self._tasks = Tasks()
         self._moves: dict[str, RunningMove] = {}
-        self._failed: dict[str, Failed] = {}  # by request
         self.failed = 0
-
-    def start(self, client: InstanceClient) -> None:
-        self._client = client
-
-    async def stop(self) -> None:
-        await self._tasks.close()
 
     def move_request(self, rid: str, target: Worker, reason: str) -> str | None:
         """Moves the request that the router knows as ``rid``. None: it is under way; otherwise why it cannot be."""
@@ -131,9 +110,9 @@ class Migration:
         record.candidate = attempt = record.next_attempt(reason, how=self.find_way(source, target))
         attempt.prefill = attempt.decode = target
         room = self._ledger.open_candidate(record, target.number, self._clock())
-        move = RunningMove(record, source, target, name_at_instance(record, record.present), room, attempt)
+        move = RunningMove(record, source, target, rid_at_instance(*record.key), room, attempt)
         self._moves[rid] = move
-        self._tasks.spawn(self._hold(move))
+        self._client.spawn(self._hold(move))
         return None
 
     def count_leaving(self, source: Worker) -> int:
@@ -144,14 +123,12 @@ class Migration:
         """Those that are to come to ``target``, and that its load does not show yet."""
         return sum(move.target is target and move.state is HOLDING for move in self._moves.values())
 
-    def sweep_moves(self, now_s: float) -> None:
-        """Called a few times a second: forgets moves of requests that have ended, and rests that are over."""
+    def sweep_moves(self) -> None:
+        """Called a few times a second: forgets moves of requests that have ended."""
         for move in list(self._moves.values()):
             if self._is_current(move) and move.state is PULLING and move.target.state in _NOT_THERE:
                 # Its relay may not notice, as a machine that vanished closes nothing. Tokens of the source win.
-                self._tasks.spawn(self._resume(move))
-        rest_s = self._booking.clock.wall_s(COOL_DOWN_S)
-        self._failed = {rid: failed for rid, failed in self._failed.items() if now_s - failed.at_s < 2 * rest_s}
+                self._client.spawn(self._resume(move))
 
     def find_obstacle(self, record: RequestRecord, target: Worker) -> str | None:
         """Why the request cannot move there now."""
@@ -160,13 +137,13 @@ class Migration:
             return "its stream cannot go on elsewhere"
         if record.candidate is not None:
             return "it is on its way already"
-        if self.is_cooling_down(record):
+        if rests_from_failure(record, self._clock(), self._booking.clock):
             return "it is in its cool-down, as its last move failed"
-        if self._client is None or source.state is WorkerState.DEAD:
+        if source.state is WorkerState.DEAD:
             return "its instance cannot be asked"
         if target is source or not target.is_ready() or target.description is None or not target.description.hops:
             return "the target cannot take it"
-        if target.view in find_unfit(record.ask, self._table):
+        if target.view in find_unfit(record.ask, self._peering.table):
             return "the target cannot serve it"
         return "no KV cache can go to the target" if self.find_way(source, target) is None else None
 
@@ -175,15 +152,6 @@ class Migration:
         if self._peering.is_connected(source.view, target.view):
             return _PULL
         return _REDO if self._peering.never_connects(source.view, target.view) else None
-
-    def is_cooling_down(self, record: RequestRecord) -> bool:
-        """True if its last move has come to nothing a short while ago."""
-        failed, source = self._failed.get(record.rid), record.present.decode
-        if failed is None or source is None:
-            return False
-        drains = source.state is WorkerState.DRAINING
-        rest_s = min(COOL_DOWN_S, DRAIN_COOL_DOWN_S * 2 ** (failed.times - 1)) if drains else COOL_DOWN_S
-        return self._clock() - failed.at_s < self._booking.clock.wall_s(rest_s)
 
     # -- what comes of it --------------------------------------------------------------------------------------------
 
@@ -231,7 +199,7 @@ class Migration:
         assert attempt.how is not None
         self._series.migrations.inc(attempt.how.value, attempt.cause)
         self._series.migration_gap_s.observe(progress.gap_s or 0.0)
-        self._tasks.spawn(self._commit(move, left))
+        self._client.spawn(self._commit(move, left))
         self._on_over(now_s)
 
     def on_dropped(self, dropped: m.Dropped, now_s: float) -> None:
@@ -266,11 +234,10 @@ class Migration:
             self._order_abort(order)
         move.attempt.ended_s, move.attempt.failure = now_s, f"{why}: {detail}" if detail else why
         self.failed += 1
-        former = self._failed.get(record.rid)
-        self._failed[record.rid] = Failed(now_s, 1 if former is None else former.times + 1)
+        note_failed_move(record, now_s, self._booking.clock)
         self._series.migration_failures.inc(why)
         if resume:
-            self._tasks.spawn(self._resume(move))
+            self._client.spawn(self._resume(move))
         self._on_over(now_s)
 
     async def _resume(self, move: RunningMove) -> None:
@@ -283,14 +250,13 @@ class Migration:
         open_legs = [leg for leg in left.legs if leg.state is LEAVING]
         if response.get("status") == "committed":
             for leg in open_legs:
-                self._ledger.finish_leg(move.record, left, leg.leg, self._clock())
+                self._ledger.finish_leg(move.record, left, leg.worker, self._clock())
             return
         for order in order_aborts(move.record, left, open_legs, self._clock()):
             self._order_abort(order)
 
     async def _order(self, worker: Worker, command: dict[str, Any]) -> dict[str, Any]:
         """The answer; empty where there is none."""
-        assert self._client is not None
         try:
             return (await self._client.order_commands(worker, [command]))[0]
         except ControlError as error:

@@ -97,8 +97,7 @@ class LivePolicy:
         effects: what can be done to the fleet.
         is_connected: whether KV cache can go from the first instance to the second now.
         on_action: called with kind and reason of every fleet action.
-        running: the running requests of each instance. Its ``orders`` take moves of these; their mover, if they have
-            one, is set before the policy is made.
+        running: the running requests of each instance. Its ``orders`` take moves of these.
     """
 
     def __init__(
@@ -157,7 +156,7 @@ class LivePolicy:
             riding_tokens=description.riding_tokens,
             small_first=description.small_first,
             stateless=description.kind is InstanceKind.STATELESS,
-            migrates=self.orders.mover is not None,
+            migrates=self.orders.move_request is not None,
             scales=False,
             planner=knobs.scaling.planner,
             instances_min=knobs.scaling.instances_min,

@@ -21,11 +21,9 @@ class RelayPorts:
     def __init__(self, knobs: ControlKnobs, table: WorkerTable, epoch: int, *, router_key: str = "") -> None:
         self._knobs = knobs
         self._router_key = router_key
-        blind = find_policy(knobs.policy).length_blind
-        self._prompts = m.PromptDetail.ESTIMATE if blind else m.PromptDetail.BODY
+        self._wants_bodies = not find_policy(knobs.policy).length_blind
         self._table = table
         self._epoch = epoch
-        self._version = 0
         self._ports: dict[int, RelayPort] = {}
 
     def attach_relay(self, relay: int, port: RelayPort) -> None:
@@ -46,7 +44,6 @@ class RelayPorts:
 
     def publish_table(self) -> None:
         """The table has changed."""
-        self._version += 1
         self._send_all(self._table_message())
 
     def _send_all(self, message: m.FromControl) -> None:
@@ -58,7 +55,6 @@ class RelayPorts:
         workers = tuple(
             m.WorkerEntry(
                 worker.number,
-                worker.view.name,
                 worker.address.host,
                 worker.address.port,
                 worker.view.kind.value,
@@ -73,10 +69,9 @@ class RelayPorts:
         )
         return m.Table(
             self._epoch,
-            self._version,
             workers,
             self._table.can_serve(),
-            prompts=self._prompts,
+            wants_bodies=self._wants_bodies,
             trace_share=knobs.trace_share if knobs.trace_endpoint else None,
             migration=knobs.migrates,
         )

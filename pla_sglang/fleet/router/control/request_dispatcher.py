@@ -35,7 +35,6 @@ from pla_sglang.fleet.router.control.requests.request_record import (
     PREFILL,
     STREAMING,
     RequestRecord,
-    name_at_instance,
     record_of,
 )
 from pla_sglang.fleet.router.control.suspects import Suspects, Suspicion, needs_check
@@ -45,6 +44,7 @@ from pla_sglang.fleet.router.control.workers.health import Health
 from pla_sglang.fleet.router.control.workers.table import Worker, WorkerReason, WorkerState
 from pla_sglang.fleet.router.control.workers.worker_log import count_states, describe_lack
 from pla_sglang.fleet.router.wire import messages as m
+from pla_sglang.fleet.router.wire.rids import rid_at_instance
 from pla_sglang.policy.admission import Admission, AdmissionReason, Verdict, is_saturated
 from pla_sglang.policy.fair_queue import FairQueue
 from pla_sglang.policy.interface.fleet import InstanceView, RequestView
@@ -112,7 +112,7 @@ class RequestDispatcher:
         self.explained = ExplainStore(knobs.stories)
         self.tracing: OtlpTracing | None = None  # None: no spans
         self.duplicates: Counter[str] = Counter()  # refused for their id; their Completed is not that of the first
-        self.exclusions = Exclusions(self.table, knobs.exclusions)
+        self.exclusions = Exclusions(self.table, knobs.full_avoid_s)
         self.limits = TenantLimits()
         self.retry_budget = RetryBudget(knobs.retry_budget)
         self.suspects = Suspects(policy, health.knobs)
@@ -187,7 +187,7 @@ class RequestDispatcher:
         if record.present.how is None:
             self.series.retries.inc(over.cause.label)
         if suspicion is not None and over.cause is not m.Cause.LOST:
-            self._end_suspect(record, suspicion)
+            self._end_without(record, suspicion.value, suspicion.text)
         elif suspicion is not None or (needs_check(over) and not self.knobs.retry_suspects):
             self._aside[record.rid] = Aside(
                 record, record.present.number, now_s, in_doubt=suspicion or Suspicion.IS_WELL
@@ -208,9 +208,6 @@ class RequestDispatcher:
         """Where the attempt was over; None: it is not known here, as after a restart."""
         return self.table.by_number.get(over.lost_with[-1]) if over.lost_with else None
 
-    def _end_suspect(self, record: RequestRecord, suspicion: Suspicion) -> None:
-        self._end_without(record, suspicion.value, suspicion.text)
-
     def _end_without(self, record: RequestRecord, reason: str, text: str) -> None:
         """No further attempt: its relay ends it as it would have without asking."""
         self.series.migration_failures.inc(reason)
@@ -227,8 +224,8 @@ class RequestDispatcher:
         if now_s is not None and runner is not None and record.known_to_policy:
             runner.finish(former, max(0, over.delivered_tokens - record.policy_tokens), now_s)
         asked = record.ask.output_tokens
-        view = RequestView(
-            rid=name_at_instance(record, record.present),
+        record.view = RequestView(
+            rid=rid_at_instance(*record.key),
             input_tokens=record.prompt.tokens + over.delivered_tokens,
             arrival_s=self.policy.clock.device_s(over.at_s),
             cached=self.prompts.find_cached(record.prompt),
@@ -237,7 +234,7 @@ class RequestDispatcher:
             output_tokens=None if asked is None else max(1, asked - over.delivered_tokens),
             session=former.session,
         )
-        record.show_rest(view, over.delivered_tokens)
+        record.known_to_policy, record.policy_tokens = False, over.delivered_tokens
 
     def _avoid_unreachable(self, record: RequestRecord, over: m.Over, now_s: float) -> None:
         for number in over.avoid if over.cause is m.Cause.NOT_SENT else ():
@@ -300,7 +297,7 @@ class RequestDispatcher:
                 return
             del self._aside[record.rid]
             if is_well is (aside.in_doubt is Suspicion.IS_WELL):
-                self._end_suspect(record, aside.in_doubt)
+                self._end_without(record, aside.in_doubt.value, aside.in_doubt.text)
             else:
                 record.present.asked_s = now_s
                 self._dispatch_or_wait(record, now_s)

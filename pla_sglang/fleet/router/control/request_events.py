@@ -20,7 +20,7 @@ from pla_sglang.fleet.router.wire import messages as m
 from pla_sglang.policy.interface.fleet import InstanceKind
 
 # Named once: see ``fast_enum``.
-_PREFILL, _FULL = m.Leg.PREFILL, m.FailureKind.FULL
+_FULL = m.FailureKind.FULL
 _SENT, _PREFILL_DONE, _FIRST_TOKEN = m.Milestone
 _REFUSED, _COMPLETE = m.Outcome.REFUSED, frozenset({m.Outcome.OK, m.Outcome.CLIENT_ERROR})
 _INSTANCE_REFUSED = m.Outcome.INSTANCE_REFUSED
@@ -73,7 +73,7 @@ class RequestEvents:
             if prefill is not decode:
                 prefill.load.end_request(record.key, now_s)
                 decode.load.note_prefilled(record.key)
-                self._ledger.finish_leg(record, attempt, _PREFILL, now_s)
+                self._ledger.finish_leg(record, attempt, prefill.number, now_s)
                 self._booking.note_prompt(record, prefill, now_s, answer_tokens=0)
 
     def _note_first_token(
@@ -122,10 +122,10 @@ class RequestEvents:
         self._correct_charge(record, ended, now_s)
         free: Container[int] = ended.aborted
         if ended.outcome in _COMPLETE:
-            for worker, _ in record.present.workers():
+            for worker in record.present.workers():
                 worker.breaker.on_success(now_s, record.rid)
         if ended.outcome in _COMPLETE or (ended.outcome is _INSTANCE_REFUSED and record.ask.is_single):
-            free = [worker.number for worker, _ in record.present.workers()]
+            free = [worker.number for worker in record.present.workers()]
         end = End(
             record.outcome_for(ended.outcome), ended.status, ended.detail, ended.output_tokens, ended.exact_tokens
         )
@@ -183,7 +183,7 @@ class RequestEvents:
         if self._policy.runner is not None and record.known_to_policy:
             tokens = max(0, (end.output_tokens or 0) - record.policy_tokens)
             self._policy.runner.finish(record.view, tokens, now_s)
-        record.release_prompt()
+        record.prompt.keys = ()  # of its blocks, which are needed no more
         model = self._table.names.find_label(record.ask)
         judged = self._series.requests.add_request(model, record, end, at_s=at_s, last_s=last_s)
         if self._policy.recorder is not None:

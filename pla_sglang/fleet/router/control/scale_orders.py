@@ -127,6 +127,7 @@ class ScaleOrders:
         knobs: ScalingKnobs,
         table: WorkerTable,
         state_file: StateFile,
+        tasks: Tasks,
         *,
         clock: Callable[[], float],
         first_plan: int,
@@ -136,9 +137,8 @@ class ScaleOrders:
         self.wanted: dict[Role, int] = {}  # by the last plan; MIXED: of all together
         self.log = PlanLog(LOG_S)
         self.started, self.stopped = Counter[str](), 0  # starts by how they ended; instances that have left
-        self._table, self._state_file, self._clock = table, state_file, clock
+        self._table, self._state_file, self._tasks, self._clock = table, state_file, tasks, clock
         self._on_start = on_start
-        self._tasks = Tasks()
         self._actuator: Actuator | None = None
         self._times = StartTimes()
         for seconds in state_file.state.starts_s if knobs.plans else ():
@@ -159,9 +159,8 @@ class ScaleOrders:
             self._actuator = open_actuator(self.knobs.actuator)
             self._tasks.spawn(self._follow(self._actuator))
 
-    async def stop(self) -> None:
+    async def close(self) -> None:
         """Instances go on; another router may take the lease."""
-        await self._tasks.close()
         if self._actuator is not None:
             await self._actuator.close()
 

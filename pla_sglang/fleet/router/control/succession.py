@@ -51,6 +51,7 @@ class Preparation:
 
     Attributes:
         tls: for instances with https.
+        client: for all instances; who leads closes it.
         keys: of clients, for the limits of their tenants; None: nobody has one.
         scheme: by which clients come.
         described: what a standby gets to know of the instances that serve, each process of theirs once, by URL.
@@ -66,22 +67,21 @@ class Preparation:
     ) -> None:
         self.knobs, self.keys, self.scheme = knobs, keys, scheme
         self.tls = tls or TlsContext(WorkerTls(), now_s=time.time())
+        self.client = InstanceClient(
+            self.tls,
+            timeout_s=knobs.health.timeout_s,
+            api_key=knobs.worker_api_key,
+            admin_key=knobs.worker_admin_key,
+        )
         self.described: dict[str, Description] = {}
         self._reads_prompts = not find_policy(knobs.policy).length_blind
 
     async def follow_workers(self) -> None:
         """Never ends."""
-        knobs = self.knobs
-        client = InstanceClient(
-            self.tls, timeout_s=knobs.health.timeout_s, api_key=knobs.worker_api_key, admin_key=knobs.worker_admin_key
-        )
-        try:
-            while True:
-                self.tls.follow_files(time.time())
-                await asyncio.gather(*(self._describe(client, worker) for worker in self._find_unknown()))
-                await asyncio.sleep(FOLLOW_S)
-        finally:
-            await client.close()
+        while True:
+            self.tls.follow_files(time.time())
+            await asyncio.gather(*(self._describe(worker) for worker in self._find_unknown()))
+            await asyncio.sleep(FOLLOW_S)
 
     def _find_unknown(self) -> list[SavedWorker]:
         """Those that the leader has as ready, and that are not described."""
@@ -92,9 +92,9 @@ class Preparation:
         known = {url: said.identity for url, said in self.described.items()}
         return [worker for worker in workers if worker.ready and known.get(worker.url) != worker.identity]
 
-    async def _describe(self, client: InstanceClient, worker: SavedWorker) -> None:
+    async def _describe(self, worker: SavedWorker) -> None:
         try:
-            said = await client.describe(parse_url(worker.url), with_model=True)
+            said = await self.client.describe(parse_url(worker.url), with_model=True)
         except ControlError:  # a matter of the leader's health checks
             return
         self.described[worker.url] = said

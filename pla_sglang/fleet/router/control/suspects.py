@@ -101,7 +101,7 @@ def needs_check(over: Over) -> bool:
 def _was_there(record: RequestRecord, worker: Worker) -> bool:
     """True if an attempt of the request ran there when ``worker`` was lost."""
     for attempt in record.attempts:
-        here = any(one is worker for one, _ in attempt.workers())
+        here = worker in attempt.workers()
         # Others leave it when it falls silent, which is before its connections end.
         if here and (attempt.ended_s is None or attempt.ended_s >= worker.silent_since_s()):
             return True

@@ -165,7 +165,7 @@ def note_move(record: RequestRecord, now_s: float, *, history: FleetHistory, pol
     if policy.recorder is not None:
         device_s = policy.clock.device_s
         moved = rows.Moved(device_s(now_s), record.rid, source.index, target.index, *what, device_s(pause_s))
-        policy.recorder.write_move(moved)
+        policy.recorder.write_fact(moved)
 
 
 def describe_fleet(dispatcher: RequestDispatcher, scaling: ScaleOrders) -> dict[str, str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from typing import Protocol
 
 from pla_sglang.fleet.router.http.head import BODILESS, FIELD, BadMessage, ResponseHead
 
@@ -16,8 +15,10 @@ _SEEN: dict[bytes, int] = {}
 SEEN_LINES, SEEN_LINE_BYTES = 4096, 8
 
 
-class Framing(Protocol):
+class Framing:
     """Follows one body through the pieces in which it arrives."""
+
+    __slots__ = ()
 
     def feed_data(self, data: bytes, start: int, payload: list[bytes] | None = None) -> int:
         """Read on at ``data[start:]``.
@@ -29,16 +30,19 @@ class Framing(Protocol):
         Raises:
             BadMessage: the framing is broken.
         """
+        raise NotImplementedError
 
     def take_whole(self, data: bytes) -> bytes:
         """The content of ``data`` where that is one chunk and nothing else, as nearly always in a stream; it counts as
         read. b"" where it is not, and nothing was read."""
+        return b""
 
     def at_boundary(self) -> bool:
         """True if something of ours may be put in behind what was read so far."""
+        return False
 
 
-class Sized:
+class Sized(Framing):
     """A body of a given length; also the absent body, of length 0."""
 
     __slots__ = ("left",)
@@ -59,14 +63,8 @@ class Sized:
         self.left = 0
         return end
 
-    def take_whole(self, data: bytes) -> bytes:
-        return b""
 
-    def at_boundary(self) -> bool:
-        return False
-
-
-class UntilClose:
+class UntilClose(Framing):
     """A body that ends with its connection (HTTP/1.0)."""
 
     __slots__ = ()
@@ -76,14 +74,8 @@ class UntilClose:
             payload.append(data[start:])
         return -1
 
-    def take_whole(self, data: bytes) -> bytes:
-        return b""
 
-    def at_boundary(self) -> bool:
-        return False
-
-
-class Chunked:
+class Chunked(Framing):
     """The chunked coding. ``_left`` counts down a chunk's data and the line end behind it."""
 
     __slots__ = ("_left", "_line", "_trailers", "size")

@@ -116,13 +116,13 @@ _FRAMING = _HOP | {b"content-length", b"transfer-encoding"}
 
 
 class RequestHead(Head):
-    """Attributes: method, target (in origin form), path and query (split at the first "?"), and tenant: whose key it
+    """Attributes: method, target (in origin form), path (what is before the first "?"), and tenant: whose key it
     brings, once that was found good; None: keys have no tenants."""
 
-    __slots__ = ("method", "path", "query", "target", "tenant")
+    __slots__ = ("method", "path", "target", "tenant")
 
-    def __init__(self, line: tuple[str, bytes, str, str, int], headers: list[tuple[bytes, bytes]]) -> None:
-        self.method, self.target, self.path, self.query, minor = line
+    def __init__(self, line: tuple[str, bytes, str, int], headers: list[tuple[bytes, bytes]]) -> None:
+        self.method, self.target, self.path, minor = line
         self.tenant: str | None = None
         super().__init__(minor, headers)
 
@@ -184,8 +184,8 @@ def parse_response(raw: bytes) -> ResponseHead:
 
 
 @functools.lru_cache(maxsize=SEEN_LINES)
-def _parse_request_line(line: bytes) -> tuple[str, bytes, str, str, int] | None:
-    """Method, target in origin form, path, query and minor version."""
+def _parse_request_line(line: bytes) -> tuple[str, bytes, str, int] | None:
+    """Method, target in origin form, path and minor version."""
     match = _REQUEST(line)
     if match is None:
         return None
@@ -194,9 +194,9 @@ def _parse_request_line(line: bytes) -> tuple[str, bytes, str, str, int] | None:
     if absolute is not None:  # as to a proxy; its host is not looked at, as Host is not (RFC 9112, section 3.2.2)
         target = target[absolute.end() :]
         target = target if target[:1] == b"/" else b"/" + target
-    path, _, query = target.partition(b"?")
+    path = target.partition(b"?")[0]
     # What is newer than HTTP/1.1 is read as HTTP/1.1 (RFC 9110, section 2.5).
-    return method.decode("ascii"), target, path.decode("ascii"), query.decode("ascii"), min(minor[0] - ord("0"), 1)
+    return method.decode("ascii"), target, path.decode("ascii"), min(minor[0] - ord("0"), 1)
 
 
 @functools.lru_cache(maxsize=SEEN_LINES)

@@ -15,6 +15,7 @@ from pla_sglang.fleet.router.http.bodies import ErrorBody, ErrorDetail
 STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in http.HTTPStatus}
 STATUS_LINES[499] = b"HTTP/1.1 499 Client Closed Request\r\n"  # known from nginx; only logs and metrics see it
 JSON = "application/json"
+RETRY_SOON = (("retry-after", "1"),)
 
 
 def whole_response(

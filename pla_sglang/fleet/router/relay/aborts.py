@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import functools
+import contextlib
 from collections.abc import Hashable, Sequence
 
 import msgspec
@@ -25,17 +25,15 @@ LINGER_S = {Outcome.OK: 5.0, Outcome.CLIENT_ERROR: 0.5}
 class InstanceAborts:
     """``unanswered``: aborts that instances have not answered yet."""
 
-    def __init__(
-        self, pool: UpstreamPool, workers: WorkerDirectory, counters: Counters, *, loop: asyncio.AbstractEventLoop
-    ) -> None:
-        self._pool, self._workers, self._counters, self._loop = pool, workers, counters, loop
+    def __init__(self, pool: UpstreamPool, workers: WorkerDirectory, counters: Counters) -> None:
+        self._pool, self._workers, self._counters = pool, workers, counters
         self.unanswered = 0
 
     def abort_repeatedly(self, number: int, rids: Sequence[str]) -> None:
         """Make an instance free what it holds of a request."""
         for delay_s in ABORT_TIMES_S:
             if delay_s:
-                self._loop.call_later(delay_s, functools.partial(self.send_abort, number, rids))
+                asyncio.get_running_loop().call_later(delay_s, self.send_abort, number, rids)
             else:
                 self.send_abort(number, rids)
 
@@ -46,7 +44,7 @@ class InstanceAborts:
             return
         self.unanswered += len(rids)
         for rid in rids:
-            call = WholeCall(self._pool, self._loop, self._on_response, timeout_s=ABORT_TIMEOUT_S)
+            call = WholeCall(self._pool, self._on_response, timeout_s=ABORT_TIMEOUT_S)
             call.send_request(worker, "POST", "/abort_request", msgspec.json.encode({"rid": rid}), admin=True)
 
     def _on_response(self, call: WholeCall) -> None:
@@ -55,9 +53,10 @@ class InstanceAborts:
 
     async def wait_answered(self, limit_s: float) -> None:
         """Until every abort is answered, at most ``limit_s``."""
-        end_s = self._loop.time() + limit_s
-        while self.unanswered and self._loop.time() < end_s:
-            await asyncio.sleep(limit_s / 100)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                while self.unanswered:
+                    await asyncio.sleep(limit_s / 100)
 
 
 class LingeringLegs:

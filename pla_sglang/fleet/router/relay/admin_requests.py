@@ -11,12 +11,11 @@ import functools
 import itertools
 from typing import NamedTuple
 
+from pla_sglang.fleet.router.http import responses
 from pla_sglang.fleet.router.http.head import RequestHead
 from pla_sglang.fleet.router.relay.context import RelayContext
 from pla_sglang.fleet.router.relay.response_writer import ClientWork, ResponseWriter
 from pla_sglang.fleet.router.wire.messages import AdminAsk, AdminResponse
-
-_RETRY_SOON = (("retry-after", "1"),)
 
 
 class _Waiting(NamedTuple):
@@ -38,10 +37,10 @@ class AdminRequests:
         """``body``: only that of a POST goes to the control plane."""
         context, number = self._context, next(self._numbers)
         method = "GET" if head.method == "HEAD" else head.method
-        ask = AdminAsk(number, context.number, method, head.path, head.query, body if method == "POST" else b"")
+        ask = AdminAsk(number, context.number, method, head.path, body if method == "POST" else b"")
         if context.control_is_silent() and not can_repeat(ask):
             text = "the control plane does not answer; nothing was done"
-            client.send_error(503, "no_control", text, headers=_RETRY_SOON)
+            client.send_error(503, "no_control", text, headers=responses.RETRY_SOON)
             return
         timer = context.call_later(context.config.dispatch_timeout_s, self._time_out, number)
         self._waiting[number] = _Waiting(client, ask, timer)
@@ -63,7 +62,7 @@ class AdminRequests:
             else:
                 self.forget_client(number)
                 text = "the control plane was restarted; whether this was done is not known"
-                waiting.client.send_error(503, "control_restarted", text, headers=_RETRY_SOON)
+                waiting.client.send_error(503, "control_restarted", text, headers=responses.RETRY_SOON)
 
     def forget_client(self, number: int) -> ResponseWriter | None:
         """Returns the client that waited for this answer, unless it is gone."""

@@ -15,10 +15,11 @@ import enum
 import re
 import socket
 from collections.abc import Callable
-from typing import NamedTuple, Protocol, cast
+from typing import NamedTuple, cast
 
 from pla_sglang.fleet.router.http.framing import Chunked, Framing, Sized
 from pla_sglang.fleet.router.http.head import CRLF2, BadMessage, RequestHead, parse_request
+from pla_sglang.fleet.router.http.responses import RETRY_SOON
 from pla_sglang.fleet.router.relay.context import RelayContext
 from pla_sglang.fleet.router.relay.response_writer import ResponseWriter
 from pla_sglang.fleet.router.relay.upstream_connection import set_no_delay
@@ -53,14 +54,6 @@ class AcceptedRequest(NamedTuple):
 AcceptRequest = Callable[[RequestHead], AcceptedRequest]
 
 
-class ConnectionOwner(Protocol):
-    def admit_connection(self, connection: ClientConnection) -> bool:
-        """False: there are too many."""
-
-    def release_connection(self, connection: ClientConnection) -> None:
-        """It is closed."""
-
-
 class ConnectionPhase(enum.Enum):
     IDLE = "idle"
     HEAD = "head"
@@ -73,10 +66,23 @@ _IDLE, _HEAD, _BODY, _BUSY, _CLOSED = ConnectionPhase
 
 
 class ClientConnection(asyncio.Protocol):
-    """One connection of a client. ``accept_request`` judges the head of each request and says what serves it."""
+    """One connection of a client.
 
-    def __init__(self, context: RelayContext, owner: ConnectionOwner, accept_request: AcceptRequest) -> None:
-        self._context, self._owner, self._accept_request = context, owner, accept_request
+    Args:
+        accept_request: judges the head of each request and says what serves it.
+        others: the open ones, where it stands while it is open itself.
+        has_room: whether there may be one more of them.
+    """
+
+    def __init__(
+        self,
+        context: RelayContext,
+        accept_request: AcceptRequest,
+        others: set[ClientConnection],
+        has_room: Callable[[], bool],
+    ) -> None:
+        self._context, self._accept_request = context, accept_request
+        self._others, self._has_room = others, has_room
         self._transport: asyncio.Transport | None = None
         self._writer = ResponseWriter(self._on_answered)
         self._phase = _IDLE
@@ -97,10 +103,13 @@ class ClientConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # uvloop's class is not derived from asyncio's
         self._transport = self._writer.transport = stream = cast(asyncio.Transport, transport)
-        if not self._owner.admit_connection(self):
+        self._context.counters.count_event("connections_total")
+        if not self._has_room():
+            self._context.counters.count_event("connections_refused_total")
             self._phase = _CLOSED
             stream.abort()
             return
+        self._others.add(self)
         set_no_delay(stream)
         set_keep_alive(stream)
         stream.set_write_buffer_limits(WRITE_HIGH_BYTES)
@@ -123,7 +132,7 @@ class ClientConnection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._phase, self._transport = _CLOSED, None
         self._drop_parts()
-        self._owner.release_connection(self)
+        self._others.discard(self)
         self._writer.on_connection_lost("the client closed the connection" + (f": {exc}" if exc else ""))
 
     def pause_writing(self) -> None:
@@ -187,7 +196,7 @@ class ClientConnection(asyncio.Protocol):
             raise _body_too_long(accepted.max_body_bytes)
         if not self._context.incoming.try_hold(len(piece)):
             text = "too many request bodies are on their way in"
-            raise BadMessage("buffers_full", text, 503, headers=(("retry-after", "1"),))
+            raise BadMessage("buffers_full", text, 503, headers=RETRY_SOON)
         self._received_bytes += len(piece)
         if self._parts and len(self._parts[-1]) < JOIN_BYTES:
             self._parts[-1] += piece

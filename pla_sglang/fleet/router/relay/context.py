@@ -59,10 +59,8 @@ class RelayContext:
         self.client_tls = None if config.tls.cert is None else TlsContext(config.tls, now_s=time.time())
         self.worker_tls = TlsContext(config.worker_tls, now_s=time.time())
         self.keys = None if config.keys_file is None else KeysFile(config.keys_file)
-        self.pool = UpstreamPool(
-            self.loop, self.worker_tls, connect_timeout_s=config.connect_timeout_s, idle_s=config.upstream_idle_s
-        )
-        self.aborts = InstanceAborts(self.pool, self.workers, self.counters, loop=self.loop)
+        self.pool = UpstreamPool(self.worker_tls, connect_timeout_s=config.connect_timeout_s)
+        self.aborts = InstanceAborts(self.pool, self.workers, self.counters)
         self.lingering = LingeringLegs(self.aborts)
         self.incoming = ByteAccount(config.max_buffered_bytes)
         self.kept = ByteAccount(config.max_kept_bytes)

@@ -38,7 +38,7 @@ class ClientListener:
             self._server = await self._context.loop.create_server(self.new_connection, sock=sock, backlog=BACKLOG)
 
     def new_connection(self) -> ClientConnection:
-        return ClientConnection(self._context, self, self._accept_request)
+        return ClientConnection(self._context, self._accept_request, self._connections, self._has_room)
 
     def stop_listening(self) -> None:
         if self._server is not None:
@@ -60,23 +60,12 @@ class ClientListener:
         for connection in list(self._connections):
             connection.check_time_limits(now_s)
 
-    # -- ConnectionOwner ---------------------------------------------------------------------------------------------
-
-    def admit_connection(self, connection: ClientConnection) -> bool:
-        counters = self._context.counters
-        counters.count_event("connections_total")
-        if self._tls is None and self._is_full():  # with TLS it was admitted before both ends agreed
-            counters.count_event("connections_refused_total")
-            return False
-        self._connections.add(connection)
-        return True
+    def _has_room(self) -> bool:
+        return self._tls is not None or not self._is_full()  # with TLS it was admitted before both ends agreed
 
     def _is_full(self) -> bool:
         handshakes = 0 if self._tls is None else len(self._tls)
         return len(self._connections) + handshakes >= self._context.config.max_connections
-
-    def release_connection(self, connection: ClientConnection) -> None:
-        self._connections.discard(connection)
 
 
 def listening_socket(host: str, port: int, *, shared: bool = False) -> socket.socket:

@@ -14,7 +14,7 @@ class PassThrough(ProxiedCall):
     """One request of a client, until the instance has answered."""
 
     def __init__(self, context: RelayContext, client: ResponseWriter, head: RequestHead) -> None:
-        super().__init__(context.pool, context.loop, timeout_s=context.config.first_byte_timeout_s)
+        super().__init__(context.pool, timeout_s=context.config.first_byte_timeout_s)
         self.plain = not client.understands_chunks
         self._context, self._client, self._request = context, client, head
         self._head: ResponseHead | None = None

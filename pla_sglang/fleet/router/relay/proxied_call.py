@@ -23,11 +23,11 @@ class ProxiedCall(ClientWork):
 
     plain = True
 
-    def __init__(self, pool: UpstreamPool, loop: asyncio.AbstractEventLoop, *, timeout_s: float) -> None:
+    def __init__(self, pool: UpstreamPool, *, timeout_s: float) -> None:
         self._pool = pool
         self._connection: UpstreamConnection | None = None
         self._finished = False
-        self._timer = loop.call_later(timeout_s, self._time_out)
+        self._timer = asyncio.get_running_loop().call_later(timeout_s, self._time_out)
 
     def on_lost(self, kind: FailureKind, detail: str) -> None:
         raise NotImplementedError
@@ -74,15 +74,8 @@ class WholeCall(ProxiedCall):
         detail: for people, of either.
     """
 
-    def __init__(
-        self,
-        pool: UpstreamPool,
-        loop: asyncio.AbstractEventLoop,
-        on_end: Callable[[WholeCall], None],
-        *,
-        timeout_s: float,
-    ) -> None:
-        super().__init__(pool, loop, timeout_s=timeout_s)
+    def __init__(self, pool: UpstreamPool, on_end: Callable[[WholeCall], None], *, timeout_s: float) -> None:
+        super().__init__(pool, timeout_s=timeout_s)
         self._on_end = on_end
         self.status, self.body = 0, b""
         self.failure: FailureKind | None = None

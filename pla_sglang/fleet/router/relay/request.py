@@ -482,9 +482,9 @@ class Request(ClientWork):
 
     def _drop_candidate(self, cause: m.Cause, detail: str) -> None:
         assert self._candidate is not None
-        number, now_s = self._candidate.assign.attempt, self._context.now_s()
+        number = self._candidate.assign.attempt
         self._cancel_candidate()
-        self._context.send_to_control(m.Dropped(self.ask.rid, number, cause, now_s, detail[:DETAIL_CHARS]))
+        self._context.send_to_control(m.Dropped(self.ask.rid, number, cause, detail[:DETAIL_CHARS]))
 
     def _cancel_candidate(self) -> tuple[int, ...]:
         """Nobody is told. Returns the instances that were told to abort."""

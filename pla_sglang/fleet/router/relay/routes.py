@@ -27,6 +27,7 @@ from pla_sglang.common.origins import is_foreign_page, is_unsafe_name
 from pla_sglang.fleet.router.http.head import BadMessage, RequestHead
 from pla_sglang.fleet.router.http.instance_facts import FACTS, answer_about_instance
 from pla_sglang.fleet.router.http.json_body import read_body
+from pla_sglang.fleet.router.http.responses import RETRY_SOON
 from pla_sglang.fleet.router.keys_file import ClientKeys, has_expired
 from pla_sglang.fleet.router.relay.admin_requests import AdminRequests
 from pla_sglang.fleet.router.relay.client_connection import AcceptedRequest
@@ -49,7 +50,6 @@ PASSED_POST = (
 SMALL_BODY_BYTES = 65_536  # of requests that need none, whose body is dropped, and of operators' requests
 PAGE = "/pla/view"
 WRONG_KEY = "the key is missing or wrong (Authorization: Bearer KEY)"
-RETRY_SOON = (("retry-after", "1"),)
 HEALTH_TIMEOUT_S = 20.0  # SGLang's own limit for its generation check
 # A control process that ends is started again, after 5 s at most. One that is silent for so long stands still, or has
 # failed to start a dozen times. The end of the router ends what still runs and waits, too: so not before
@@ -148,7 +148,7 @@ class Routes:
     def _ask_instance(self, client: ResponseWriter, head: RequestHead, body: bytes) -> None:
         context, worker = self._context, self._pick_any()
         on_end = functools.partial(self._answer_question, client, head.path)
-        call = WholeCall(context.pool, context.loop, on_end, timeout_s=context.config.first_byte_timeout_s)
+        call = WholeCall(context.pool, on_end, timeout_s=context.config.first_byte_timeout_s)
         client.attach_work(call)
         # Of the client's headers the instance gets the key at most: its answer is to be whole and plain JSON.
         keeps_key = not context.config.checks_keys and not worker.api_key
@@ -195,23 +195,11 @@ class Routes:
         if not context.workers.serving:
             raise BadMessage(*_NO_INSTANCE, 503, headers=RETRY_SOON)
 
-    def accept_liveness(self, head: RequestHead) -> AcceptedRequest:
-        """Answers whether a new process would be better off. That an instance is missing is no reason."""
-        return self._accept_probe(self._find_no_life)
-
-    def accept_readiness(self, head: RequestHead) -> AcceptedRequest:
-        """Answers whether to send requests here."""
-        return self._accept_probe(self._find_unreadiness)
-
-    def accept_start(self, head: RequestHead) -> AcceptedRequest:
-        """Answers whether the start is over, with instances or without."""
-        return self._accept_probe(self._find_unfinished_start)
-
-    def _accept_probe(self, find_reason: Callable[[], ProbeFailure | None]) -> AcceptedRequest:
+    def accept_probe(self, find_reason: Callable[[Routes], ProbeFailure | None]) -> AcceptedRequest:
         """An answer no is none to a bad request, and is not counted as one."""
 
         def answer_probe(client: ResponseWriter, head: RequestHead, body: bytes) -> None:
-            reason = find_reason()
+            reason = find_reason(self)
             if reason is None:
                 client.send_response(200)
             else:
@@ -219,16 +207,19 @@ class Routes:
 
         return AcceptedRequest(SMALL_BODY_BYTES, answer_probe)
 
-    def _find_no_life(self) -> ProbeFailure | None:
+    def find_no_life(self) -> ProbeFailure | None:
+        """Why a new process would be better off. That an instance is missing is no reason."""
         lost_s = self._context.control_lost_s()
         if lost_s <= max(LOST_CONTROL_S, self._context.config.dispatch_timeout_s):
             return None
         return "no_control", f"the control plane has said nothing for {lost_s:.0f} s"
 
-    def _find_unfinished_start(self) -> ProbeFailure | None:
+    def find_unfinished_start(self) -> ProbeFailure | None:
+        """The start is over with instances or without."""
         return None if self._context.workers.known else _NO_TABLE
 
-    def _find_unreadiness(self) -> ProbeFailure | None:
+    def find_unreadiness(self) -> ProbeFailure | None:
+        """Why not to send requests here."""
         context = self._context
         if context.ending:
             return _ENDS
@@ -247,7 +238,7 @@ class Routes:
         checks = _GenerationChecks(client, len(workers))
         client.attach_work(checks)
         for worker in workers:
-            call = WholeCall(context.pool, context.loop, checks.on_response, timeout_s=HEALTH_TIMEOUT_S)
+            call = WholeCall(context.pool, checks.on_response, timeout_s=HEALTH_TIMEOUT_S)
             call.send_request(worker, "GET", "/health_generate", admin=False)
 
     def accept_description(self, head: RequestHead) -> AcceptedRequest:
@@ -293,6 +284,10 @@ class Route(NamedTuple):
     needs_key: bool = True
 
 
+def _make_probe(find_reason: Callable[[Routes], ProbeFailure | None]) -> Route:
+    return Route("GET", lambda routes, head: routes.accept_probe(find_reason), needs_key=False)
+
+
 # Every path that is one string, but for operators'; those are in ``control/admin.py``.
 ROUTES: dict[str, Route] = {
     **dict.fromkeys(PATHS, Route("POST", Routes.accept_dispatched)),
@@ -300,9 +295,9 @@ ROUTES: dict[str, Route] = {
     **dict.fromkeys(PASSED_POST, Route("POST", Routes.accept_passed)),
     "/health": Route("GET", Routes.accept_health, needs_key=False),
     "/health_generate": Route("GET", Routes.accept_health_generate, needs_key=False),
-    "/livez": Route("GET", Routes.accept_liveness, needs_key=False),
-    "/readyz": Route("GET", Routes.accept_readiness, needs_key=False),
-    "/startupz": Route("GET", Routes.accept_start, needs_key=False),
+    "/livez": _make_probe(Routes.find_no_life),
+    "/readyz": _make_probe(Routes.find_unreadiness),
+    "/startupz": _make_probe(Routes.find_unfinished_start),
     "/metrics": Route("GET", Routes.accept_control, needs_key=False),
     "/openapi.json": Route("GET", Routes.accept_description, needs_key=False),
 }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -88,7 +87,7 @@ class Relay:
         context = self.context
         if context.workers.replace_table(table):
             opened, asking = self.requests.describe_open()
-            context.send_to_control(m.Hello(context.number, m.PROTOCOL, os.getpid(), opened, asking))
+            context.send_to_control(m.Hello(context.number, m.PROTOCOL, opened, asking))
             self.requests.repeat_asks()
             self._admin.repeat_asks()
 

@@ -17,6 +17,8 @@ from pla_sglang.fleet.router.wire.messages import FailureKind, WorkerEntry
 
 MAX_HEAD_BYTES = 65_536
 MAX_CONNECTING = 32
+# SGLang closes an unused connection after 5 s: kept for longer, a request could meet one that is being closed.
+IDLE_S = 3.0
 SWITCHING_PROTOCOLS = 101
 COPY_BYTES = 16_384  # up to here one piece is cheaper to send than two
 
@@ -212,12 +214,8 @@ OnConnection = Callable[["UpstreamConnection | None", str], None]
 class UpstreamPool:
     """Connections by instance, the one used last first. ``tls``: of instances with https."""
 
-    def __init__(
-        self, loop: asyncio.AbstractEventLoop, tls: TlsContext, *, connect_timeout_s: float, idle_s: float
-    ) -> None:
-        self._loop, self._tls = loop, tls
-        self._connect_timeout_s = connect_timeout_s
-        self._idle_s = idle_s
+    def __init__(self, tls: TlsContext, *, connect_timeout_s: float) -> None:
+        self._tls, self._connect_timeout_s = tls, connect_timeout_s
         self._idle: dict[int, deque[UpstreamConnection]] = {}
         self._connecting: set[asyncio.Task[None]] = set()
         self._under_way: Counter[int] = Counter()  # of them, by instance
@@ -250,7 +248,7 @@ class UpstreamPool:
 
     def _start_connecting(self, worker: WorkerEntry, on_connection: OnConnection) -> None:
         self._under_way[worker.number] += 1
-        task = self._loop.create_task(self._connect(worker, on_connection))
+        task = asyncio.get_running_loop().create_task(self._connect(worker, on_connection))
         self._connecting.add(task)
         task.add_done_callback(self._connecting.discard)
 
@@ -269,9 +267,11 @@ class UpstreamPool:
 
     def close_unused(self, now_s: float) -> None:
         """Close what nobody has used for a while."""
-        for idle in self._idle.values():
-            while idle and now_s - idle[0].idle_since_s > self._idle_s:
+        for number, idle in list(self._idle.items()):
+            while idle and now_s - idle[0].idle_since_s > IDLE_S:
                 idle.popleft().drop_connection()
+            if not idle:
+                del self._idle[number]
 
     def count_idle(self) -> int:
         return sum(map(len, self._idle.values()))
@@ -287,7 +287,7 @@ class UpstreamPool:
     async def _connect(self, worker: WorkerEntry, on_connection: OnConnection) -> None:
         try:
             async with asyncio.timeout(self._connect_timeout_s):
-                _, connection = await self._loop.create_connection(
+                _, connection = await asyncio.get_running_loop().create_connection(
                     lambda: UpstreamConnection(self, worker),
                     worker.host,
                     worker.port,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pla_sglang.fleet.router.wire.messages import PromptDetail, Table, WorkerEntry
+from pla_sglang.fleet.router.wire.messages import Table, WorkerEntry
 
 
 class WorkerDirectory:
@@ -11,8 +11,7 @@ class WorkerDirectory:
     Attributes:
         known: a control plane has sent a table.
         serving: whether a request could be dispatched now.
-        wants_bodies: whether the control plane reads prompts, so that an Ask carries its body.
-        trace_share, migration: as in ``Table``.
+        wants_bodies, trace_share, migration: as in ``Table``.
     """
 
     def __init__(self) -> None:
@@ -28,7 +27,7 @@ class WorkerDirectory:
         self._epoch, self.known = table.epoch, True
         self._by_number = {worker.number: worker for worker in table.workers}
         self.serving, self.trace_share, self.migration = table.serving, table.trace_share, table.migration
-        self.wants_bodies = table.prompts is PromptDetail.BODY
+        self.wants_bodies = table.wants_bodies
         return first
 
     def forget_epoch(self) -> None:

@@ -150,7 +150,7 @@ class RelayWire:
     def _refuse_epoch(self, connection: FramedConnection, epoch: int) -> None:
         """It was frozen, say, and another one leads since: it is told so, and nothing else of it is heard."""
         _log.error("a control plane of epoch %d is refused: epoch %d has led", epoch, self._epoch)
-        connection.send_frame(_encode([Hello(self._number, PROTOCOL, os.getpid(), epoch=self._epoch)]))
+        connection.send_frame(_encode([Hello(self._number, PROTOCOL, epoch=self._epoch)]))
         self._last_frame_s = float("-inf")
         connection.close_connection()
 

@@ -28,7 +28,7 @@ from typing import Self
 
 import msgspec
 
-PROTOCOL = 17  # raised with every change of a message; sides that disagree refuse each other
+PROTOCOL = 18  # raised with every change of a message; sides that disagree refuse each other
 
 
 # -- what may be said, in codes ----------------------------------------------------------------------------------------
@@ -51,14 +51,6 @@ class Endpoint(enum.IntEnum):
     CLASSIFICATIONS = 11
     SCORE = 12
     RERANK = 13
-
-
-class Leg(enum.IntEnum):
-    """Which part of a request an instance serves; a unified instance has one leg, WHOLE."""
-
-    WHOLE = 0
-    PREFILL = 1
-    DECODE = 2
 
 
 class Milestone(enum.IntEnum):
@@ -131,13 +123,6 @@ class Cause(LabelledCode):
     SILENT = 8, "silent"  # its instance says nothing; it may be dead, or be back in a while
 
 
-class PromptDetail(enum.IntEnum):
-    """What ``Ask`` must say about the prompt; the control plane chooses by what its policy needs."""
-
-    ESTIMATE = 0  # input_tokens estimated from the body's size
-    BODY = 1  # Ask.body holds the client's JSON body, so that control can tokenize or hash
-
-
 # -- relay to control --------------------------------------------------------------------------------------------------
 
 
@@ -189,7 +174,7 @@ class Ask(Message, frozen=True):
         parent: makes the span that ``trace`` names the router's own: the id of the client's span, of which it is a
             child, or "" where it begins the trace. None: the router makes no span of this request.
         over: what has become of the last attempt; None: there was none.
-        body: the JSON body, with PromptDetail.BODY only.
+        body: the JSON body, with ``Table.wants_bodies`` only.
         rids: the client's own names for the prompts of a batch, under which instances know them.
         adapter: the LoRA adapter that it names.
         model: the name in ``model`` of its body; "": none.
@@ -250,7 +235,6 @@ class Dropped(Message, frozen=True):
     rid: str
     attempt: int
     cause: Cause
-    at_s: float
     detail: str = ""
 
 
@@ -321,7 +305,6 @@ class Hello(Message, frozen=True):
 
     relay: int
     protocol: int
-    pid: int
     open: tuple[OpenRequest, ...] = ()
     asking: tuple[str, ...] = ()
     epoch: int = 0
@@ -341,14 +324,13 @@ class RelayReport(Message, frozen=True):
 class AdminAsk(Message, frozen=True):
     """A request for content that only the control plane has: /workers, /pla/*, /metrics.
 
-    The relay has checked the admin key. ``path`` is without the query; ``query`` without "?".
+    The relay has checked the admin key. ``path`` is without a query, which says nothing here.
     """
 
     number: int
     relay: int
     method: str
     path: str
-    query: str
     body: bytes
 
 
@@ -369,7 +351,6 @@ class WorkerEntry(Message, frozen=True):
     """
 
     number: int
-    name: str
     host: str
     port: int
     kind: str
@@ -387,18 +368,17 @@ class Table(Message, frozen=True):
     Attributes:
         epoch: of the control plane: a greater one means another process, which wants a Hello. A relay that has had a
             table of a greater one refuses it.
-        version: grows with every change.
         serving: whether a request could be dispatched now (/health).
+        wants_bodies: questions bring the JSON body, so that the control plane can tokenize or hash it.
         trace_share: of requests without a ``traceparent``, those that begin a trace of spans; None: spans are off.
         migration: requests may go on at another instance.
         protocol: what the control plane speaks; a relay that speaks another version takes nothing from it.
     """
 
     epoch: int
-    version: int
     workers: tuple[WorkerEntry, ...]
     serving: bool
-    prompts: PromptDetail = PromptDetail.ESTIMATE
+    wants_bodies: bool = False
     trace_share: float | None = None
     migration: bool = False
     protocol: int = PROTOCOL

@@ -139,7 +139,8 @@ class History:
         *((name, InstanceKind.STATELESS) for name in ("arrow", "dopd", "combined", "combined-roles")),
     ],
 )
-def test_a_slow_fleet_decides_as_a_fast_one(policy: str, kind: InstanceKind | None) -> None:
+async def test_a_slow_fleet_decides_as_a_fast_one(policy: str, kind: InstanceKind | None) -> None:
+    """On a loop that does not turn: what instances would be told waits for ever."""
     fast, slow = (History(policy, scale, seed=3, kind=kind) for scale in (1.0, SLOW))
     assert fast.live() == slow.live()
     answers = [entry for entry in fast.seen if isinstance(entry, tuple) and len(entry) == 7]

@@ -22,6 +22,7 @@ from support.router_scene import Scene, count_moves, scene
 
 from pla_sglang.fleet.router.control import drains
 from pla_sglang.fleet.router.control import migration as mig
+from pla_sglang.fleet.router.control.requests import moves
 from pla_sglang.fleet.router.wire import messages as m
 
 
@@ -73,7 +74,7 @@ async def test_what_could_not_leave_a_drain_tries_again_soon(
     drain_rest_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A paused request keeps memory of its instance, so some may be refused while others are on their way."""
-    monkeypatch.setattr(mig, "DRAIN_COOL_DOWN_S", drain_rest_s)
+    monkeypatch.setattr(moves, "DRAIN_COOL_DOWN_S", drain_rest_s)
     async with scene(TWO, **ON) as one:
         source = await start(one)
         one.instances[source].hop_answers["hold"] = {"status": "refused", "reason": "memory"}
@@ -91,7 +92,7 @@ async def test_what_could_not_leave_a_drain_tries_again_soon(
 
 async def test_what_never_can_leave_is_held_less_and_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each hold keeps its client waiting."""
-    monkeypatch.setattr(mig, "DRAIN_COOL_DOWN_S", 0.3)
+    monkeypatch.setattr(moves, "DRAIN_COOL_DOWN_S", 0.3)
     async with scene(TWO, **ON) as one:
         source = await start(one)
         failed_s: list[float] = []  # by the clock that says how long a request has rested
@@ -100,7 +101,7 @@ async def test_what_never_can_leave_is_held_less_and_less_often(monkeypatch: pyt
 
         def note_and_fail(move: mig.RunningMove, *args: Any, **kwargs: Any) -> None:
             fail(move, *args, **kwargs)
-            failed_s.append(migration._failed[move.record.rid].at_s)
+            failed_s.append(move.record.move_failed_s or 0.0)
 
         monkeypatch.setattr(migration, "_fail", note_and_fail)
         one.instances[source].hop_answers["hold"] = {"status": "refused", "reason": "memory"}
@@ -206,7 +207,7 @@ async def test_a_target_that_dies_before_the_hold_is_not_asked(monkeypatch: pyte
     async with scene(TWO, **ON) as one:
         source = await start(one)
         target = one.plane.table.by_number[1 - source]
-        order_commands = one.plane._client.order_commands  # type: ignore[union-attr]
+        order_commands = one.plane._client.order_commands
 
         async def slowly(worker: Any, commands: Any) -> Any:
             if commands[0]["do"] == "hold":

@@ -10,7 +10,7 @@ from support.router_scene import scene
 
 from pla_sglang.fleet.router.control.workers.breaker import BreakerKnobs
 from pla_sglang.fleet.router.control.workers.discovery import Description, parse_url
-from pla_sglang.fleet.router.control.workers.exclusions import Exclusion, ExclusionKnobs, Exclusions
+from pla_sglang.fleet.router.control.workers.exclusions import Exclusion, Exclusions
 from pla_sglang.fleet.router.control.workers.table import WorkerReason, WorkerState, WorkerTable
 from pla_sglang.fleet.router.wire import messages as m
 from pla_sglang.policy.interface.fleet import InstanceKind
@@ -79,7 +79,7 @@ def test_whom_a_request_does_not_go_to(
     expected: dict[int, Exclusion],
 ) -> None:
     table = table_of(*members)
-    exclusions = Exclusions(table, ExclusionKnobs(full_s=1.0))
+    exclusions = Exclusions(table, 1.0)
     for number in full:
         exclusions.note_full(table.by_number[number], 10.0)
     told = None if over is None else m.Over(1, m.Cause.LOST, 10.5, **over)

@@ -8,8 +8,7 @@ import msgspec
 import pytest
 from support.router_scene import Scene, scene
 
-from pla_sglang.fleet.router.control.requests.prompts import PromptKnobs, Prompts, prompt_texts
-from pla_sglang.fleet.router.control.workers.exclusions import ExclusionKnobs
+from pla_sglang.fleet.router.control.requests.prompts import Prompts, prompt_texts
 from pla_sglang.fleet.router.control.workers.table import WorkerReason, WorkerState
 from pla_sglang.fleet.router.wire import messages as m
 from pla_sglang.fleet.router.wire.inference import BY_ENDPOINT
@@ -62,7 +61,7 @@ async def test_a_unified_instance_that_is_away_may_come_back() -> None:
 @pytest.mark.parametrize("fields", [{"endpoint": m.Endpoint.EMBEDDINGS}, {"samples": 2}])
 async def test_a_full_unified_instance_is_not_left_out_for_a_pair(fields: dict[str, Any]) -> None:
     """While none is ready, the client is told to come back, not that its request is bad."""
-    async with scene(["prefill", "decode", "null"], exclusions=ExclusionKnobs(full_s=30.0)) as one:
+    async with scene(["prefill", "decode", "null"], full_avoid_s=30.0) as one:
         one.plane.on_message(m.Failure(2, m.FailureKind.FULL, "status 503", "another"))
         answer = one.assign("r", {"input": "a"}, **fields)
         assert (answer.decode, answer.prefill) == (2, None)
@@ -116,7 +115,8 @@ def test_texts_that_the_model_reads(endpoint: m.Endpoint, body: object, texts: l
 
 def test_a_query_counts_with_each_document() -> None:
     """The body says it once; the relay has counted it as often as it is read."""
-    prompts = Prompts(PromptKnobs(), PrefixIndex(), encode=lambda text: 1)
+    prompts = Prompts(PrefixIndex(), tokenize_bytes=8192)
+    prompts.encode = lambda text: 1
     body = b'{"query": "a", "documents": ["b", "c"]}'
     found = prompts.measure_prompt(m.Ask("r", 0, m.Endpoint.RERANK, False, 0.0, len(body), 400, body=body))
     assert (found.tokens, found.exact, found.keys) == (400, False, ())

@@ -22,9 +22,9 @@ from pla_sglang.fleet.router.control.requests.request_record import (
     RequestRecord,
 )
 from pla_sglang.fleet.router.control.workers.abort_order import AbortOrder
-from pla_sglang.fleet.router.wire.messages import Cause, Leg, Outcome, Over
+from pla_sglang.fleet.router.wire.messages import Cause, Outcome, Over
 
-PAIR = [(Leg.PREFILL, 1), (Leg.DECODE, 2)]
+PAIR = [1, 2]
 
 
 def ledger() -> Ledger:
@@ -37,7 +37,7 @@ def opened(book: Ledger, rid: str) -> RequestRecord:
     return record
 
 
-def sent(workers: list[tuple[Leg, int]] = PAIR) -> tuple[Ledger, RequestRecord]:
+def sent(workers: list[int] = PAIR) -> tuple[Ledger, RequestRecord]:
     book = ledger()
     record = opened(book, "r")
     book.assign(record, workers, 0.0)
@@ -63,11 +63,11 @@ def try_at(book: Ledger, record: RequestRecord, worker: int, now_s: float) -> No
 def test_a_request_that_goes_well_leaves_nothing() -> None:
     book, record = sent()
     assert len(book.rooms) == 1
-    book.finish_leg(record, record.present, Leg.PREFILL, 1.0)
+    book.finish_leg(record, record.present, 1, 1.0)
     assert len(book.rooms) == 1  # decode may still be reading it
     assert book.first_token(record, record.present)
     assert not book.first_token(record, record.present)
-    book.finish_leg(record, record.present, Leg.DECODE, 2.0)
+    book.finish_leg(record, record.present, 2, 2.0)
     assert book.end(record, Outcome.OK, 2.0) == []
     assert (book.records, book.rooms, book.live) == ({}, {}, 0)
     assert book.audit(2.0).balanced
@@ -75,16 +75,16 @@ def test_a_request_that_goes_well_leaves_nothing() -> None:
 
 def test_a_failed_prefill_aborts_its_decode_at_once() -> None:
     book, record = sent()
-    book.finish_leg(record, record.present, Leg.PREFILL, 1.0)
-    assert book.end(record, Outcome.PREFILL_FAILED, 1.0) == [AbortOrder("r", Leg.DECODE, 2, 1, ("r",))]
+    book.finish_leg(record, record.present, 1, 1.0)
+    assert book.end(record, Outcome.PREFILL_FAILED, 1.0) == [AbortOrder("r", 2, 1, ("r",))]
     assert book.end(record, Outcome.CLIENT_GONE, 1.1) == []  # the first end counts
     assert book.late_events == 1
     assert book.ended == {Outcome.PREFILL_FAILED: 1}
     assert book.audit(1.2).legs_aborting == 1
     assert len(book.rooms) == 1
-    assert book.audit(9.0).orphans == ["r decode at 2 for 8.0 s"]
+    assert book.audit(9.0).orphans == ["r at 2 for 8.0 s"]
     assert not book.audit(9.0).balanced
-    book.finish_leg(record, record.present, Leg.DECODE, 9.0)
+    book.finish_leg(record, record.present, 2, 9.0)
     assert (book.records, book.rooms) == ({}, {})
     assert book.audit(9.0).balanced
 
@@ -98,7 +98,7 @@ def test_only_the_first_end_counts() -> None:
     assert (book.ended, book.late_events) == ({Outcome.CLIENT_GONE: 1}, 1)
     assert book.find_open("r") is None
     assert book.unknown_events == 1  # nothing was left, so it is not known any more
-    book.confirm_abort(AbortOrder("r", Leg.WHOLE, 1, 1, ("r",)), 3.0)
+    book.confirm_abort(AbortOrder("r", 1, 1, ("r",)), 3.0)
     assert book.unknown_events == 2
 
 
@@ -106,22 +106,22 @@ def test_only_the_first_end_counts() -> None:
     ("name", "done", "executed", "told"),
     [
         ("may be executing at both", [], True, [1, 2]),
-        ("its prefill is over", [Leg.PREFILL], True, [2]),
+        ("its prefill is over", [1], True, [2]),
         ("nothing was sent, or both have said that they hold nothing", [], False, []),
-        ("all of it is over", [Leg.PREFILL, Leg.DECODE], True, []),
+        ("all of it is over", [1, 2], True, []),
     ],
 )
 def test_what_an_attempt_that_is_over_leaves_is_aborted(
-    name: str, done: list[Leg], executed: bool, told: list[int]
+    name: str, done: list[int], executed: bool, told: list[int]
 ) -> None:
     book, record = sent()
     former = record.present
-    for leg in done:
-        book.finish_leg(record, former, leg, 1.0)
+    for worker in done:
+        book.finish_leg(record, former, worker, 1.0)
     orders = go_on(book, record, 1.0, executed=executed)
     assert [(order.worker, order.attempt, order.rids) for order in orders] == [(one, 1, ("r",)) for one in told], name
     assert (former.state, record.present.number) == (AttemptState.OVER, 2)
-    book.assign(record, [(Leg.PREFILL, 3), (Leg.DECODE, 4)], 1.0)
+    book.assign(record, [3, 4], 1.0)
     assert len(book.rooms) == 1 + bool(told)  # the old room is held as long as somebody may use it
     assert book.audit(1.0).balanced
     for order in orders:
@@ -135,12 +135,12 @@ def test_each_leg_of_each_attempt_is_closed_once() -> None:
     book, record = sent()
     book.first_token(record, record.present)
     orders = go_on(book, record, 1.0)
-    book.assign(record, [(Leg.WHOLE, 2)], 1.0)
+    book.assign(record, [2], 1.0)
     assert [(order.worker, order.attempt, order.rids) for order in orders] == [(1, 1, ("r",)), (2, 1, ("r",))]
     assert len(book.rooms) == 1
     book.first_token(record, record.present)
     second = go_on(book, record, 1.0)
-    book.assign(record, [(Leg.WHOLE, 1)], 1.0)
+    book.assign(record, [1], 1.0)
     assert [(order.worker, order.attempt, order.rids) for order in second] == [(2, 2, ("pla-2~r",))]
     for order in orders:
         book.confirm_abort(order, 2.0)
@@ -157,20 +157,20 @@ def test_each_leg_of_each_attempt_is_closed_once() -> None:
 
 
 def test_a_dead_instance_hits_only_the_attempt_that_the_client_sees() -> None:
-    book, record = sent([(Leg.WHOLE, 1)])
+    book, record = sent([1])
     go_on(book, record, 1.0)
-    book.assign(record, [(Leg.WHOLE, 2)], 1.0)
+    book.assign(record, [2], 1.0)
     assert book.worker_dead(1, 2.0) == []
     assert book.worker_dead(2, 2.0) == [record]
     assert book.audit(2.0).legs_open == book.audit(2.0).legs_aborting == 0
     with pytest.raises(IllegalMoveError):
-        book.assign(record, [(Leg.WHOLE, 3)], 2.0)
+        book.assign(record, [3], 2.0)
 
 
 @pytest.mark.parametrize("sent_there", [False, True])
 @pytest.mark.parametrize("over", [False, True])
 def test_a_candidate_that_comes_to_nothing_changes_nothing(sent_there: bool, over: bool) -> None:
-    book, record = sent([(Leg.WHOLE, 1)])
+    book, record = sent([1])
     present = record.present
     book.first_token(record, present)
     try_at(book, record, 2, 1.0)
@@ -188,7 +188,7 @@ def test_a_candidate_that_comes_to_nothing_changes_nothing(sent_there: bool, ove
 
 def test_a_candidate_that_is_joined_is_what_the_client_sees() -> None:
     """What it has left stays in the book until its instance says that it is over, also behind the end."""
-    book, record = sent([(Leg.WHOLE, 1)])
+    book, record = sent([1])
     book.first_token(record, record.present)
     try_at(book, record, 2, 1.0)
     book.send_candidate(record)
@@ -199,7 +199,7 @@ def test_a_candidate_that_is_joined_is_what_the_client_sees() -> None:
     assert book.end(record, Outcome.OK, 3.0, free=(2,)) == []
     assert book.records
     assert book.audit(3.0).balanced
-    book.finish_leg(record, left, Leg.WHOLE, 4.0)
+    book.finish_leg(record, left, 1, 4.0)
     assert (book.records, book.rooms) == ({}, {})
 
 
@@ -260,9 +260,9 @@ def test_no_two_routers_draw_a_room_twice(seeds: tuple[int, int]) -> None:
 
 def test_a_dead_instance_closes_its_legs() -> None:
     book, record = sent()
-    book.assign(opened(book, "other"), [(Leg.WHOLE, 3)], 0.0)
+    book.assign(opened(book, "other"), [3], 0.0)
     assert book.worker_dead(1, 1.0) == [record]
-    assert book.end(record, Outcome.INSTANCE_DEAD, 1.0) == [AbortOrder("r", Leg.DECODE, 2, 1, ("r",))]
+    assert book.end(record, Outcome.INSTANCE_DEAD, 1.0) == [AbortOrder("r", 2, 1, ("r",))]
     assert [leg.worker for leg in record.open_legs()] == [2]
     assert book.worker_dead(2, 1.0) == []  # it has ended already
     assert list(book.records) == ["other"]
@@ -270,7 +270,7 @@ def test_a_dead_instance_closes_its_legs() -> None:
 
 
 EVENTS = [
-    *("assign", "first", "prefill_done", "decode_done", "whole_done", "dead1", "dead2", "dead3"),
+    *("assign", "first", "done1", "done2", "done3", "dead1", "dead2", "dead3"),
     *("next", "next_unsent", "candidate", "send", "join", "drop", "drop_over", "committed"),
 ]
 RIDS = ["a", "b", "c"]
@@ -291,8 +291,8 @@ def test_any_order_of_events_balances(events: list[tuple[str, object]]) -> None:
         assert audit.opened == sum(audit.live.values()) + sum(audit.ended.values())
     for rid in RIDS:
         book.end(records[rid], Outcome.TIMED_OUT, 100.0)
-        for attempt, leg in itertools.product(records[rid].attempts, Leg):
-            book.finish_leg(records[rid], attempt, leg, 101.0)
+        for attempt, worker in itertools.product(records[rid].attempts, (1, 2, 3)):
+            book.finish_leg(records[rid], attempt, worker, 101.0)
     assert (book.records, book.rooms, book.live) == ({}, {}, 0)
     for record in records.values():
         states = [attempt.state for attempt in record.attempts]
@@ -307,11 +307,11 @@ def happen(book: Ledger, record: RequestRecord, event: object, now_s: float) -> 
     attempt, candidate = record.present, record.candidate
     match event:
         case "assign" if attempt.state is AttemptState.WAITING:
-            book.assign(record, [(Leg.WHOLE, 3)] if now_s % 3 == 0 else PAIR, now_s)
+            book.assign(record, [3] if now_s % 3 == 0 else PAIR, now_s)
         case "first":
             book.first_token(record, attempt)
-        case "prefill_done" | "decode_done" | "whole_done":
-            book.finish_leg(record, attempt, Leg[event.removesuffix("_done").upper()], now_s)
+        case "done1" | "done2" | "done3":
+            book.finish_leg(record, attempt, int(event[-1]), now_s)
         case "dead1" | "dead2" | "dead3":
             book.worker_dead(int(event[-1]), now_s)
         case "next" | "next_unsent" if attempt.state in (AttemptState.PREFILL, AttemptState.STREAMING):
@@ -321,7 +321,7 @@ def happen(book: Ledger, record: RequestRecord, event: object, now_s: float) -> 
         case "committed":
             for former in record.attempts:
                 for leg in [leg for leg in former.legs if leg.state is LegState.LEAVING]:
-                    book.finish_leg(record, former, leg.leg, now_s)
+                    book.finish_leg(record, former, leg.worker, now_s)
         case "candidate" if attempt.state is AttemptState.STREAMING and candidate is None:
             try_at(book, record, 1 + int(now_s) % 3, now_s)
         case "send" if candidate is not None:

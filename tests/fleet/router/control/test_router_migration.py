@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import re
-import time
 from typing import Any
 
 import pytest
 from support.router_scene import Scene, count_moves, scene
 
-from pla_sglang.fleet.router.control import migration as mig
+from pla_sglang.fleet.router.control.requests import moves
 from pla_sglang.fleet.router.wire import messages as m
 
 ON: dict[str, Any] = {"policy": "least-tokens", "migration": "on", "hops": True}
@@ -47,7 +46,7 @@ def join(one: Scene, attempt: int = 2, rid: str = "r") -> None:
 
 
 def drop(one: Scene, attempt: int = 2, cause: m.Cause = m.Cause.REFUSED, rid: str = "r") -> None:
-    one.plane.on_message(m.Dropped(rid, attempt, cause, time.monotonic()))
+    one.plane.on_message(m.Dropped(rid, attempt, cause))
 
 
 def done(one: Scene, worker: int) -> list[str]:
@@ -80,7 +79,7 @@ async def test_a_request_moves() -> None:
 
 def check_view(one: Scene, source: int, target: int) -> None:
     """On the page: from where to where, why, how much, and the pause of its client."""
-    document = one.plane.view_document(0.0)
+    document = one.plane.draw_fleet(0.0)
     [[at_s, rid, *told]] = document["moves"]
     names = {worker.number: worker.view.name for worker in one.plane.table}
     kv_bytes = 52 * one.plane.policy.kv_bytes_per_token
@@ -138,7 +137,7 @@ async def test_a_request_that_cannot_be_held_stays_and_rests(status: str | None)
 @pytest.mark.parametrize("cause", m.Cause)
 async def test_a_target_that_cannot_go_on(cause: m.Cause, monkeypatch: pytest.MonkeyPatch) -> None:
     """The source is told to resume, unless it has; the next move has another room, number and id."""
-    monkeypatch.setattr(mig, "COOL_DOWN_S", 0.0)
+    monkeypatch.setattr(moves, "COOL_DOWN_S", 0.0)
     async with scene(TWO, **ON) as one:
         source = await start(one)
         assert move(one, 1 - source) is None
@@ -330,7 +329,7 @@ async def test_without_the_flag_a_drain_moves_nothing() -> None:
     async with scene(TWO, **ON | {"migration": "off"}) as one:
         source = await start(one)
         assert one.admin("POST", f"/workers/{source}/drain")[0] == 202
-        one.plane.migration.sweep_moves(time.monotonic())
+        one.plane.migration.sweep_moves()
         assert count_moves(one.plane) == 0
         one.ended("r")
         await one.at_rest()

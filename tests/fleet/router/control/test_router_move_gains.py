@@ -121,7 +121,7 @@ async def test_operators_see_how_far_predictions_were_off() -> None:
         assert (told["generated"], told["left_tokens"]) == (100.0, 400.0)
         assert None not in (told["predicted_tokens"], told["constant_tokens"])
         wanted = error["mae_tokens"], error["mae_constant_tokens"]
-        await one.until(lambda: wanted in [sample[4] for sample in one.plane.view_document(0.0)["samples"]])
+        await one.until(lambda: wanted in [sample[4] for sample in one.plane.draw_fleet(0.0)["samples"]])
 
 
 def test_router_and_simulator_measure_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from support.router_scene import Scene, hear_report, scene
 
 from pla_sglang.common.errors import ConfigError
 from pla_sglang.fleet.router.control.policy_setup import RouterEffects
-from pla_sglang.fleet.router.control.requests.moves import MoveKnobs, MoveOrders
+from pla_sglang.fleet.router.control.requests.moves import MoveKnobs, MoveOrders, note_failed_move
 from pla_sglang.fleet.router.control.requests.request_record import (
     ENDED,
     OVER,
@@ -40,18 +40,14 @@ from pla_sglang.policy.runner import Refusal
 class FakeMover:
     """Notes what it is asked for; ``why_not``: its answer."""
 
-    def __init__(self) -> None:
+    def __init__(self, orders: MoveOrders) -> None:
         self.asked: list[tuple[str, int, str]] = []
         self.why_not: str | None = None
-        self.resting: set[str] = set()
-        self.failed = 0
+        orders.move_request = self.move_request
 
     def move_request(self, rid: str, target: Worker, reason: str) -> str | None:
         self.asked.append((rid, target.number, reason))
         return self.why_not
-
-    def is_cooling_down(self, record: RequestRecord) -> bool:
-        return record.rid in self.resting
 
 
 class Place:
@@ -72,8 +68,8 @@ class Place:
             clock=lambda: self.now_s,
             device_clock=clock,
             find_worker=self.table.of,
-            find_record=self.records.get,
-            mover=None,
+            records=self.records,
+            move_request=None,
         )
         self.running = RunningRequests(made, self.table, self.orders, clock=lambda: self.now_s, device_clock=clock)
 
@@ -142,10 +138,10 @@ def test_a_row_that_the_record_does_not_confirm_is_load_and_no_more(why: str, fi
 
 def test_to_the_policy_the_rest_of_an_answer_is_a_request_of_its_own() -> None:
     place = Place(rest_s=0.0)
-    mover = place.orders.mover = FakeMover()
+    mover = FakeMover(place.orders)
     record = place.add("a", 0, movable=True)
     place.go_on(record, 1)
-    record.show_rest(RequestView("pla-2~a", 120, 0.0), delivered_tokens=20)
+    record.view, record.policy_tokens = RequestView("pla-2~a", 120, 0.0), 20
     place.report(1, RequestRow("pla-2~a", 100, 30))
     assert place.seen(1) == [("pla-2~a", 130, True)]
     assert place.order("pla-2~a", source=1, target=0) is None
@@ -166,7 +162,7 @@ def test_where_there_is_a_mover_the_relay_says_what_can_move() -> None:
     place.add("b", 0, movable=True)
     place.report(0, RequestRow("a", 100, 20), RequestRow("b", 100, 20))
     assert place.seen() == [("a", 120, True), ("b", 120, True)]
-    place.orders.mover = FakeMover()
+    FakeMover(place.orders)
     assert place.seen() == [("a", 120, False), ("b", 120, True)]
 
 
@@ -305,14 +301,14 @@ def test_without_a_mover_a_move_is_not_supported() -> None:
 
 def test_a_move_is_ordered_once_and_the_request_rests() -> None:
     place = Place(rest_s=5.0, scale=2.0)
-    mover = place.orders.mover = FakeMover()
+    mover = FakeMover(place.orders)
     place.add("a", 0, movable=True)
     place.report(0, RequestRow("a", 100, 20))
     assert place.order("a") is None
     assert mover.asked == [("a", 1, "star.migrate")]
     place.now_s += 1.0
     assert place.seen() == [("a", 120, False)]
-    assert place.orders.to_dict() == {"can_move": True, "ordered": 1, "failed": 0, "refused": {}, "resting": 1}
+    assert place.orders.to_dict() == {"can_move": True, "ordered": 1, "refused": {}, "resting": 1}
     place.now_s += 9.0
     place.report(0, RequestRow("a", 100, 20))
     assert place.seen() == [("a", 120, True)]
@@ -321,17 +317,17 @@ def test_a_move_is_ordered_once_and_the_request_rests() -> None:
 
 def test_a_request_whose_move_was_refused_or_failed_rests() -> None:
     place = Place(rest_s=5.0)
-    mover = place.orders.mover = FakeMover()
+    mover = FakeMover(place.orders)
     mover.why_not = "its target is full"
     place.add("a", 0)
-    place.add("b", 0)
+    other = place.add("b", 0)
     place.report(0, RequestRow("a", 100, 20), RequestRow("b", 100, 20))
     assert place.order("a") is Refusal.NOT_MOVABLE
     place.now_s += 1.0
-    mover.failed, mover.resting = 1, {"b"}
+    note_failed_move(other, place.now_s, DeviceClock())
     assert place.seen() == [("a", 120, False), ("b", 120, False)]
     said = place.orders.to_dict()
-    assert (said["refused"], said["failed"], said["resting"]) == ({"its target is full": 1}, 1, 1)
+    assert (said["refused"], said["resting"]) == ({"its target is full": 1}, 1)
     place.records.clear()
     assert place.orders.count_cooling_down() == 0, "they have ended"
 
@@ -350,19 +346,11 @@ def test_a_request_that_has_just_come_is_not_chosen_again() -> None:
 @pytest.mark.parametrize("fields", [{"state": ENDED}, {"decode": None}])
 def test_what_is_not_at_the_source_any_more_is_not_moved(fields: dict[str, Any]) -> None:
     place = Place()
-    mover = place.orders.mover = FakeMover()
+    mover = FakeMover(place.orders)
     place.add("a", 0, **fields)
     place.add("b", 1)
     assert [place.order(rid) for rid in ("a", "b", "nobody")] == [Refusal.NOT_MOVABLE] * 3
     assert mover.asked == []
-
-
-def test_many_requests_that_rested_are_forgotten() -> None:
-    place = Place(rest_s=1.0)
-    for number in range(3000):
-        place.order(f"r{number}")
-        place.now_s += 0.01
-    assert len(place.orders._cools_down_until_s) < 1200
 
 
 def test_knobs_out_of_range() -> None:
@@ -432,7 +420,7 @@ async def test_a_full_instance_is_relieved_and_the_run_replays(
     path = tmp_path / "run.jsonl.gz"
     moves = MoveKnobs(interval_s=900.0, lengths=lengths)
     async with scene(["stateless"] * 3, policy=policy, record=path, moves=moves) as one:
-        mover = one.plane.policy.orders.mover = FakeMover()
+        mover = FakeMover(one.plane.policy.orders)
         full, light = await fill(one)
         for _ in range(3):
             one.plane._tick_controller(0)
@@ -476,7 +464,7 @@ async def test_instances_are_asked_for_rows_by_policies_that_move_requests_alone
 async def test_with_migration_on_moves_go_to_the_routers_own_mover() -> None:
     async with scene(["stateless"] * 2, policy="combined", moves=SELDOM, migration="on") as one:
         orders, migration = one.plane.policy.orders, one.plane.migration
-        assert orders.mover is migration
+        assert orders.move_request == migration.move_request
         await one.until(lambda: all(made.told and "rows" in made.told[-1] for made in one.instances))
         assert one.plane.table.fleet.decodes(one.plane.table.workers[0].view).rids == []
         migration.failed += 1

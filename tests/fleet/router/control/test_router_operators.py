@@ -51,7 +51,7 @@ async def test_workers_come_and_go() -> None:
 @pytest.mark.parametrize("body", [b"", b"\xff", b'{"url": "\xff"}', b'{"url": [3]}', b'{"x":' + b"[" * 100_000])
 async def test_a_body_that_is_none_is_the_operators_mistake(body: bytes) -> None:
     async with scene(["null"]) as one:
-        one.plane.on_message(m.AdminAsk(7, 0, "POST", "/workers", "", body))
+        one.plane.on_message(m.AdminAsk(7, 0, "POST", "/workers", body))
         answer = one.relay.last(m.AdminResponse)
         assert (answer.number, answer.status) == (7, 400)
 
@@ -190,7 +190,7 @@ async def test_another_life_takes_over_what_is_open(tmp_path: Path) -> None:
         await second.start()
         two = Scene(second, one.instances)
         assert (one.relay.last(m.Table).epoch, two.relay.last(m.Table).epoch) == (1, 2)
-        second.on_message(m.Hello(0, m.PROTOCOL, 1, (m.OpenRequest(asked, assign, (done,)),)))
+        second.on_message(m.Hello(0, m.PROTOCOL, (m.OpenRequest(asked, assign, (done,)),)))
         assert second.dispatcher.ledger.rooms == {assign.bootstrap_room: "kept"}
         assert second.table.by_number[assign.decode].view.waiting_decodes == 1
         await two.ready(2)
@@ -198,7 +198,7 @@ async def test_another_life_takes_over_what_is_open(tmp_path: Path) -> None:
         two.reach("kept", m.Milestone.FIRST_TOKEN)
         two.ended("kept")
         two.assert_at_rest()
-        second.on_message(m.Hello(0, m.PROTOCOL, 1, ()))  # nothing new
+        second.on_message(m.Hello(0, m.PROTOCOL, ()))  # nothing new
         two.assert_at_rest()
         await second.stop()
 
@@ -212,7 +212,7 @@ async def test_what_is_taken_over_before_the_time_scale_is_known_enters_no_windo
         await second.start()
         taken = opened("kept", assign)
         token = m.Progress("kept", m.Milestone.FIRST_TOKEN, time.monotonic())
-        second.on_message(m.Hello(0, m.PROTOCOL, 1, (m.OpenRequest(taken.ask, taken.assign, (token,)),)))
+        second.on_message(m.Hello(0, m.PROTOCOL, (m.OpenRequest(taken.ask, taken.assign, (token,)),)))
         assert second.policy.runner is None
         second.policy.clock.set_scale(2.0)
         worker = second.table.by_number[assign.decode]
@@ -229,7 +229,7 @@ async def test_a_request_at_an_instance_that_is_not_known_stays_its_relays() -> 
     """The last life ended before it had written down who has this number."""
     async with scene(["prefill", "decode"]) as one:
         for rid, assign in (("one", m.Assign("one", 1, 77)), ("two", m.Assign("two", 1, 1, 78, "h", 1, 5))):
-            one.plane.on_message(m.Hello(0, m.PROTOCOL, 1, (opened(rid, assign),)))
+            one.plane.on_message(m.Hello(0, m.PROTOCOL, (opened(rid, assign),)))
             assert one.plane.dispatcher.ledger.live == 1
             one.reach(rid, m.Milestone.FIRST_TOKEN)
             one.ended(rid)
@@ -243,7 +243,7 @@ async def test_a_request_that_was_given_up_by_mistake_is_ended_by_its_relay() ->
         one.instances[0].abort_status = 500
         one.plane.detach_relay(0)
         one.plane.attach_relay(0, one.relay)
-        one.plane.on_message(m.Hello(0, m.PROTOCOL, 1, (opened("r", assign),)))
+        one.plane.on_message(m.Hello(0, m.PROTOCOL, (opened("r", assign),)))
         assert (one.relay.last(m.Abort).rid, one.relay.last(m.Abort).code) == ("r", "relay_lost")
         one.ended("r", m.Outcome.ABORTED)
         one.instances[0].abort_status = 200
@@ -260,7 +260,7 @@ async def test_a_router_that_stops_ends_requests_as_such() -> None:
 
 async def test_a_relay_of_another_version_is_not_served() -> None:
     async with scene(["null"]) as one:
-        one.plane.on_message(m.Hello(0, m.PROTOCOL - 1, 1, ()))
+        one.plane.on_message(m.Hello(0, m.PROTOCOL - 1, ()))
         assert one.ask("r") is None
         one.ended("r", m.Outcome.NO_CONTROL)
         await one.at_rest()

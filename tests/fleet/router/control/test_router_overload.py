@@ -12,7 +12,7 @@ from support.router_scene import Scene, scene
 
 from pla_sglang.fleet.router.control.workers.breaker import BreakerKnobs, BreakerState
 from pla_sglang.fleet.router.control.workers.discovery import Description, parse_url
-from pla_sglang.fleet.router.control.workers.exclusions import Exclusion, ExclusionKnobs, Exclusions
+from pla_sglang.fleet.router.control.workers.exclusions import Exclusion, Exclusions
 from pla_sglang.fleet.router.control.workers.table import Worker, WorkerReason, WorkerState, WorkerTable
 from pla_sglang.fleet.router.wire import messages as m
 from pla_sglang.policy.common.device_clock import DeviceClock
@@ -24,7 +24,7 @@ from pla_sglang.recording.rows import Dispatched, Header
 from pla_sglang.recording.setup import setup_of
 from pla_sglang.sim.core.parity import Replay
 
-LONG = ExclusionKnobs(full_s=30.0)
+LONG_S = 30.0
 FULL, BREAKER, REFUSED, *_ = Exclusion
 
 
@@ -35,7 +35,7 @@ def refuse(one: Scene, rid: str, worker: int, *, attempt: int = 1, refused_by: t
 
 
 async def test_a_full_instance_is_well_and_the_request_goes_elsewhere() -> None:
-    async with scene(["null"] * 3, exclusions=LONG) as one:
+    async with scene(["null"] * 3, full_avoid_s=LONG_S) as one:
         first = one.assign("r")
         second = refuse(one, "r", first.decode)
         assert isinstance(second, m.Assign)
@@ -76,7 +76,7 @@ async def test_any_number_of_refusals_opens_no_breaker() -> None:
 
 
 async def test_a_full_instance_is_avoided_for_a_while_by_others() -> None:
-    async with scene(["null", "null"], exclusions=LONG) as one:
+    async with scene(["null", "null"], full_avoid_s=LONG_S) as one:
         one.ask("r")
         refuse(one, "r", 0)
         assert {one.assign(f"x{turn}").decode for turn in range(6)} == {1}
@@ -87,7 +87,7 @@ async def test_a_full_instance_is_avoided_for_a_while_by_others() -> None:
 
 
 async def test_where_all_are_full_requests_go_out_all_the_same_and_are_not_tried_twice() -> None:
-    async with scene(["null", "null"], exclusions=LONG) as one:
+    async with scene(["null", "null"], full_avoid_s=LONG_S) as one:
         for number in (0, 1):
             one.plane.on_message(m.Failure(number, m.FailureKind.FULL, "", ""))
         assert {one.assign(f"r{turn}").decode for turn in range(4)} == {0, 1}
@@ -113,7 +113,7 @@ async def test_a_refused_request_that_a_new_control_plane_hears_of_first_goes_el
 
 async def test_a_former_failure_to_connect_is_not_reported_again_with_a_refusal() -> None:
     """The instance has come back meanwhile: its breaker would open at once, without cause."""
-    async with scene(["null"] * 3, exclusions=ExclusionKnobs(full_s=0.0)) as one:
+    async with scene(["null"] * 3, full_avoid_s=0.0) as one:
         first = one.assign("r")
         avoid = ((first.decode + 1) % 3,)
         one.ask_again("r", 1, m.Cause.FULL, over={"refused_by": (first.decode,), "avoid": avoid})
@@ -124,7 +124,7 @@ async def test_a_former_failure_to_connect_is_not_reported_again_with_a_refusal(
 
 async def test_retries_have_a_budget() -> None:
     budget = RetryBudgetKnobs(share=0.5, least=1)
-    async with scene(["null", "null"], exclusions=ExclusionKnobs(full_s=0.0), retry_budget=budget) as one:
+    async with scene(["null", "null"], full_avoid_s=0.0, retry_budget=budget) as one:
         answers = []
         for turn in range(8):
             assign = one.assign(f"r{turn}")
@@ -138,7 +138,7 @@ async def test_retries_have_a_budget() -> None:
 
 
 async def test_a_pair_is_left_where_one_of_it_is_full() -> None:
-    async with scene(["prefill", "prefill", "decode", "decode"], exclusions=LONG, policy="minimal-load") as one:
+    async with scene(["prefill", "prefill", "decode", "decode"], full_avoid_s=LONG_S, policy="minimal-load") as one:
         first = one.assign("r")
         assert first.prefill is not None
         second = refuse(one, "r", first.prefill)
@@ -246,14 +246,14 @@ def status_failure(rid: str) -> m.Failure:
 async def test_a_500_asks_for_a_health_check_and_counts_nothing_itself() -> None:
     async with scene(["null"], breaker=BreakerKnobs(consecutive=1)) as one:
         checks = 0
-        health = one.plane._client.health  # type: ignore[union-attr]
+        health = one.plane._client.health
 
         async def counted(address: Any) -> None:
             nonlocal checks
             checks += 1
             await health(address)
 
-        one.plane._client.health = counted  # type: ignore[union-attr,method-assign]
+        one.plane._client.health = counted  # type: ignore[method-assign]
         for turn in range(50):
             one.plane.on_message(status_failure(f"r{turn}"))
         await one.until(lambda: checks == 2)  # at once, and once more after the interval, for those that came since
@@ -302,7 +302,7 @@ def test_who_is_left_out(
     name: str, kinds: list[InstanceKind], full: list[int], refused_by: tuple[int, ...], expected: dict[int, Exclusion]
 ) -> None:
     table = table_of(*kinds)
-    exclusions = Exclusions(table, ExclusionKnobs(full_s=1.0))
+    exclusions = Exclusions(table, 1.0)
     for number in full:
         exclusions.note_full(table.by_number[number], 10.0)
     over = m.Over(1, m.Cause.FULL, 10.9, refused_by=refused_by) if refused_by else None
@@ -315,7 +315,7 @@ def test_who_is_left_out(
 
 def test_a_full_instance_on_a_slow_device_is_avoided_for_as_long_in_device_time() -> None:
     table = table_of(U, U, time_scale=4.0)
-    exclusions = Exclusions(table, ExclusionKnobs(full_s=1.0))
+    exclusions = Exclusions(table, 1.0)
     exclusions.note_full(table.by_number[0], 10.0)
     assert set(exclusions.find(13.9).values()) == {FULL}
     assert not exclusions.find(14.0)
@@ -324,7 +324,7 @@ def test_a_full_instance_on_a_slow_device_is_avoided_for_as_long_in_device_time(
 def test_an_open_breaker_is_left_out_whatever_else() -> None:
     table = table_of(U)
     worker = table.by_number[0]
-    exclusions = Exclusions(table, ExclusionKnobs())
+    exclusions = Exclusions(table, 0.1)
     worker.breaker.on_failure(0.0, refused=True)
     table.restricted.add(worker)
     assert exclusions.find(0.1) == {worker.view: BREAKER}
@@ -340,7 +340,7 @@ def test_an_open_breaker_is_left_out_whatever_else() -> None:
 @pytest.mark.parametrize("policy", ["round-robin", "minimal-load"])
 async def test_a_recording_says_who_was_left_out_and_replays_alike(policy: str, tmp_path: Path) -> None:
     record = tmp_path / "record.jsonl"
-    async with scene(["null"] * 3, policy=policy, exclusions=LONG, record=record) as one:
+    async with scene(["null"] * 3, policy=policy, full_avoid_s=LONG_S, record=record) as one:
         one.ask("r")
         refuse(one, "r", 0)
         for turn in range(5):

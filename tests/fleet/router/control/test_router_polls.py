@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 import pytest
 from support.serving import wait_until
 
+from pla_sglang.fleet.router.control.workers import instance_client
 from pla_sglang.fleet.router.control.workers.breaker import BreakerKnobs
 from pla_sglang.fleet.router.control.workers.discovery import parse_url
 from pla_sglang.fleet.router.control.workers.errors import NoResponseError, UnreachableError
@@ -122,3 +123,20 @@ async def test_an_instance_sends_nobody_elsewhere(status: int) -> None:
                 await client.describe(worker.address, with_model=False)
             await client.close()
         assert asked == []
+
+
+async def test_an_address_that_is_asked_no_more_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Instances of a planner come and go, each at an address of its own."""
+    async with instance(ok(b"{}")) as (gone, _), instance(ok(b"{}")) as (stays, asked):
+        client = InstanceClient(TlsContext(WorkerTls(), now_s=0.0), timeout_s=5.0)
+        await client.health(gone.address)
+        await client.abort(stays, "r")
+        assert client._hosts.keys() == {gone.address, stays.address}
+        client._hosts[gone.address].asked_s -= instance_client.FORGET_S
+        monkeypatch.setattr(instance_client, "SWEEP_S", 0.0)
+        await client.abort(stays, "r")
+        assert client._hosts.keys() == {stays.address}
+        await client.health(gone.address)  # it has a number of its own again
+        assert len({host.entry.number for host in client._hosts.values()}) == 2
+        assert len(asked) == 2
+        await client.close()

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pla_sglang.fleet.router.control.requests.prompts import PromptKnobs, Prompts, load_tokenizer, prompt_texts
+from pla_sglang.fleet.router.control.requests.prompts import Prompts, load_tokenizer, prompt_texts
 from pla_sglang.fleet.router.wire.messages import Ask, Endpoint
 from pla_sglang.load.prefix_index import BLOCK_ENDS, FINE_BYTES, PrefixIndex, byte_block_keys
 from pla_sglang.policy.interface.fleet import InstanceView
@@ -20,8 +20,10 @@ def ask(body: object, endpoint: Endpoint = Endpoint.CHAT, **fields: object) -> A
     return Ask("r", 0, endpoint, True, 0.0, len(data), **values)  # type: ignore[arg-type]
 
 
-def prompts(**knobs: float) -> Prompts:
-    return Prompts(PromptKnobs(**knobs), PrefixIndex(), encode=lambda text: len(text.split()))  # type: ignore[arg-type]
+def prompts(tokenize_bytes: int = 8192) -> Prompts:
+    made = Prompts(PrefixIndex(), tokenize_bytes=tokenize_bytes)
+    made.encode = lambda text: len(text.split())
+    return made
 
 
 def insert(index: PrefixIndex, instance: int, prompt: bytes, capacity_tokens: int = 1 << 60) -> None:

@@ -298,7 +298,7 @@ async def test_state_view_and_series_tell_the_same_of_a_plan() -> None:
         one.plane._sweep()
         told = one.describe_planner()["load"]
         assert told["output_tokens"] == {"load": 200.0, "forecast": pytest.approx(200.0), "by": "peak"}
-        plan = one.plane.view_document(0.0)["plan"]
+        plan = one.plane.draw_fleet(0.0)["plan"]
         assert plan["plans"][-1][1:] == [one.describe_planner()["wanted"].get("mixed", 2), told]
         assert plan["fleet"][-1][1:4] == [2, 0, 0]
         assert plan["fleet"][-1][4] == pytest.approx(one.describe_planner()["gpu_hours"], abs=1e-4)
@@ -320,7 +320,7 @@ async def test_starts_are_told_with_how_long_they_took(actuator: FakeActuator) -
         ready, failed = one.describe_planner()["last_starts"]
         assert (ready["outcome"], failed["outcome"]) == ("ready", "failed")
         assert ready["took_s"] == pytest.approx(one.describe_planner()["startup_s"], abs=1e-3)
-        starts = one.plane.view_document(0.0)["plan"]["starts"]
+        starts = one.plane.draw_fleet(0.0)["plan"]["starts"]
         assert [round(ended - ordered, 2) for ordered, ended, _ in starts] == [
             pytest.approx(start["took_s"], abs=0.02) for start in (ready, failed)
         ]
@@ -340,7 +340,7 @@ async def test_what_a_planner_has_decided_replays(actuator: FakeActuator, tmp_pa
         for index in range(0, 40, 2):
             one.ended(f"r{index}", output_tokens=200)
         await asyncio.sleep(0.2)
-        live = one.plane.view_document(0.0)["plan"]
+        live = one.plane.draw_fleet(0.0)["plan"]
     _, result = replay_file(path)
     assert result.identical_share == 1.0
     recorded = make_document(path)["plan"]
@@ -353,7 +353,7 @@ async def test_what_a_planner_has_decided_replays(actuator: FakeActuator, tmp_pa
 async def test_without_a_planner_there_is_none_and_nobody_asks_for_instances(actuator: FakeActuator) -> None:
     async with scene(["stateless", "stateless"], policy="combined") as one:
         assert one.describe_planner() is None
-        assert one.plane.view_document(0.0)["plan"] is None
+        assert one.plane.draw_fleet(0.0)["plan"] is None
         assert grow(one) is Refusal.UNSUPPORTED
         assert "planned_instances" not in one.plane.series.render_text().decode()
         assert isinstance(one.plane.scaling, ScaleOrders)

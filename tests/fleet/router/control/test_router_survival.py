@@ -185,7 +185,7 @@ async def test_a_pair_that_is_lost_goes_on_at_one_instance() -> None:
             "the policy names a pair again, and its first does all"
         )
         assert attempt.prefill is attempt.decode is one.plane.table.by_number[assign.prefill]
-        assert [leg.leg for leg in attempt.legs] == [m.Leg.WHOLE]
+        assert [leg.worker for leg in attempt.legs] == [assign.prefill]
         join(one, 2)
         one.ended("r")
         await one.at_rest()
@@ -254,9 +254,9 @@ async def test_the_take_over_after_a_restart(what: str) -> None:
         progress = tuple(m.Progress("r", milestone, now_s, movable=True, attempt=2) for milestone in SENT)
         opened = m.OpenRequest(ask, m.Assign("r", 2, 0), progress, delivered_tokens=4, last_attempt=2)
         if what == "asks":
-            one.plane.on_message(m.Hello(0, m.PROTOCOL, 1, asking=("r",)))
+            one.plane.on_message(m.Hello(0, m.PROTOCOL, asking=("r",)))
         else:
-            one.plane.on_message(m.Hello(0, m.PROTOCOL, 1, (opened,)))
+            one.plane.on_message(m.Hello(0, m.PROTOCOL, (opened,)))
             record = one.plane.dispatcher.ledger.records["r"]
             assert (record.present.number, record.present.delivered_tokens, record.movable) == (2, 4, True)
         if what != "runs on":
@@ -279,7 +279,7 @@ async def test_a_number_is_not_given_again_after_a_restart() -> None:
         ask = m.Ask("r", 0, m.Endpoint.CHAT, True, now_s, 9, 50)
         progress = tuple(m.Progress("r", milestone, now_s) for milestone in SENT)
         opened = m.OpenRequest(ask, m.Assign("r", 1, 0), progress, delivered_tokens=4, last_attempt=3)
-        one.plane.on_message(m.Hello(0, m.PROTOCOL, 1, (opened,)))
+        one.plane.on_message(m.Hello(0, m.PROTOCOL, (opened,)))
         assert lose(one, 1, 6, lost_with=(0,)).attempt == 4
         one.ended("r")
         await one.at_rest()

@@ -29,7 +29,7 @@ def changes_of(one: Scene, index: int) -> list[tuple[str, str, str, str]]:
 
 async def test_the_page_comes_with_its_headers() -> None:
     async with scene(["null"]) as one:
-        one.plane.on_message(m.AdminAsk(7, 0, "GET", "/pla/view", "", b""))
+        one.plane.on_message(m.AdminAsk(7, 0, "GET", "/pla/view", b""))
         answer = one.relay.last(m.AdminResponse)
         assert (answer.status, answer.content_type, answer.body) == (200, CONTENT_TYPE, render_live())
         assert answer.headers == live_headers()

@@ -11,8 +11,10 @@ from pla_sglang.fleet.router.control.workers.breaker import BreakerKnobs, Breake
 from pla_sglang.fleet.router.control.workers.discovery import Address, Description
 from pla_sglang.fleet.router.control.workers.errors import WorkerError
 from pla_sglang.fleet.router.control.workers.health import Health, HealthKnobs, ProbeResult
-from pla_sglang.fleet.router.control.workers.report_intake import ReportIntake
+from pla_sglang.fleet.router.control.workers.instance_client import InstanceClient
+from pla_sglang.fleet.router.control.workers.monitor import InstanceMonitor
 from pla_sglang.fleet.router.control.workers.table import LEGAL, Worker, WorkerReason, WorkerState, WorkerTable
+from pla_sglang.fleet.router.tls import TlsContext, WorkerTls
 from pla_sglang.load import report as telemetry
 from pla_sglang.load.instance_load import InstanceLoad
 from pla_sglang.load.tracker import Phase, TrackedRequest
@@ -248,15 +250,24 @@ def test_reports_that_could_be_of_two_instances_are_of_none() -> None:
     """Two servers of one name (both listen on 0.0.0.0, say): each would seem to be restarted by the other's reports."""
     twin = dataclasses.replace(UNIFIED, identity="p2")
     table, _, workers = make(UNIFIED, dataclasses.replace(UNIFIED, report_key="other"))
-    intake = ReportIntake(table)
-    report = telemetry.Report(instance="h:1", sequence=1, clock_s=0.0, running=3)
-    assert intake.on_report(report, 1.0) is not None
+    heard: list[Worker] = []
+    monitor = InstanceMonitor(
+        Health(table, HealthKnobs()),
+        InstanceClient(TlsContext(WorkerTls(), now_s=0.0), timeout_s=1.0),
+        clock=lambda: 1.0,
+        poll_interval_s=1.0,
+        on_report=lambda worker, _: heard.append(worker),
+        on_description=lambda _: None,
+        on_aborted=lambda order, outcome: None,
+    )
+    monitor.take_report(telemetry.Report(instance="h:1", sequence=1, clock_s=0.0, running=3))
+    assert heard == [workers[0]]
     assert workers[0].view.running == 3
     third = table.add(Address("h", 3), 1.0)
     table.describe(third, twin, 1.0)
     later = telemetry.Report(instance="h:1", sequence=1, started_s=9.0, clock_s=0.0)
-    assert intake.on_report(later, 2.0) is None
-    assert intake.unknown == 1
+    monitor.take_report(later)
+    assert (heard, monitor.reports_of_nobody) == ([workers[0]], 1)
     assert "--pla-instance" in workers[0].detail
     assert "--pla-instance" in third.detail
     assert workers[1].detail == ""

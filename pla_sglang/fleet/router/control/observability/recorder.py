@@ -120,10 +120,7 @@ class DecisionRecorder:
         self.decisions += bool(answer)  # otherwise the controller has only looked
         self._write_row(rows.Ticked(now_s=now_s, controller=controller, answer=rows.answer_of(answer)))
 
-    def write_move(self, move: rows.Moved) -> None:
-        self._write_row(move)
-
-    def write_fact(self, fact: rows.Ended | rows.WorkerChanged | rows.Planned) -> None:
+    def write_fact(self, fact: rows.Ended | rows.Moved | rows.WorkerChanged | rows.Planned) -> None:
         """What no policy is told of."""
         self._write_row(fact)
 

@@ -33,10 +33,9 @@ from pla_sglang.fleet.router.control.requests.request_record import (
     RequestRecord,
 )
 from pla_sglang.fleet.router.control.workers.abort_order import AbortOrder
-from pla_sglang.fleet.router.wire.messages import Leg, Outcome
+from pla_sglang.fleet.router.wire.messages import Outcome
 from pla_sglang.fleet.router.wire.rids import rids_at_instances
 
-_WHOLE = Leg.WHOLE  # named once, as in ``request_record``
 ORPHAN_S = 5.0  # an abort or a commit that is not confirmed after this long is shown as an orphan
 # SGLang keeps rooms in signed 64-bit integers, gives each prompt of a batch the next one, and takes a room modulo the
 # data-parallel size as the rank: rooms of two requests lie further apart than any batch, at places that spread.
@@ -102,24 +101,22 @@ class Ledger:
             return None
         return record
 
-    def assign(
-        self, record: RequestRecord, legs: Sequence[tuple[Leg, int]], now_s: float, *, room: int | None = None
-    ) -> None:
-        """The present attempt goes to these instances; from now on it may be executing there. A pair gets a new room,
-        unless it brings the one it has.
+    def assign(self, record: RequestRecord, workers: Sequence[int], now_s: float, *, room: int | None = None) -> None:
+        """The present attempt goes to these instances, by number; from now on it may be executing there. A pair gets a
+        new room, unless it brings the one it has.
 
         Raises:
             IllegalMoveError: it is not waiting.
         """
         attempt = record.present
         attempt.move(PREFILL)
-        if legs[0][0] is _WHOLE:
+        if len(workers) == 1:
             room = None
         elif room is None:
             room = draw_room(self.rooms, record.rid)
         else:
             self.rooms[room] = record.rid
-        attempt.legs = [LegEntry(leg, worker, now_s, room) for leg, worker in legs]
+        attempt.legs = [LegEntry(worker, now_s, room) for worker in workers]
 
     def first_token(self, record: RequestRecord, attempt: Attempt) -> bool:
         """True at the first call for the present attempt of a request that has not ended."""
@@ -128,10 +125,10 @@ class Ledger:
         attempt.move(STREAMING)
         return True
 
-    def finish_leg(self, record: RequestRecord, attempt: Attempt, part: Leg, now_s: float) -> None:
+    def finish_leg(self, record: RequestRecord, attempt: Attempt, worker: int, now_s: float) -> None:
         """An instance holds nothing for the attempt any more: done or aborted. Repeats change nothing."""
         for leg in attempt.legs:
-            if leg.leg is part and leg.state is not CLOSED:
+            if leg.worker == worker and leg.state is not CLOSED:
                 leg.move(CLOSED, now_s)
         self._forget(record)
 
@@ -156,7 +153,7 @@ class Ledger:
         if record is None or attempt is None:
             self.unknown_events += 1
         else:
-            self.finish_leg(record, attempt, order.leg, now_s)
+            self.finish_leg(record, attempt, order.worker, now_s)
 
     def end(
         self, record: RequestRecord, outcome: Outcome, now_s: float, *, free: Container[int] = ()
@@ -205,7 +202,7 @@ class Ledger:
         assert attempt is not None
         attempt.move(PREFILL)
         room = draw_room(self.rooms, record.rid)
-        attempt.legs = [LegEntry(_WHOLE, worker, now_s, room, executed=False)]
+        attempt.legs = [LegEntry(worker, now_s, room, executed=False)]
         return room
 
     def send_candidate(self, record: RequestRecord) -> None:
@@ -244,7 +241,7 @@ class Ledger:
         for outcome, count in self.ended.items():
             ended[outcome.label] += count
         orphans = [
-            f"{record.rid} {leg.leg.name.lower()} at {leg.worker} for {now_s - leg.since_s:.1f} s"
+            f"{record.rid} at {leg.worker} for {now_s - leg.since_s:.1f} s"
             for record, leg in legs
             if leg.state in (LEAVING, ABORTING) and now_s - leg.since_s > ORPHAN_S
         ]
@@ -319,7 +316,7 @@ def order_aborts(record: RequestRecord, attempt: Attempt, legs: list[LegEntry], 
         leg.move(ABORTING, now_s)
     ask, rid = record.ask, record.rid
     rids = rids_at_instances(rid, ask.rids, prompts=ask.prompts, attempt=attempt.number)
-    return [AbortOrder(rid, leg.leg, leg.worker, attempt.number, rids) for leg in left]
+    return [AbortOrder(rid, leg.worker, attempt.number, rids) for leg in left]
 
 
 def _attempt_problems(record: RequestRecord) -> list[str]:

@@ -1,7 +1,7 @@
 """Moves of running requests, as policies order them: who carries them out, and which requests rest.
 
-A request rests after every order, whatever comes of it, and after a move that came to nothing (``Mover``): without that
-a policy would order the same move again at each of its ticks.
+A request rests after every order, whatever comes of it, and after a move that came to nothing: without that a policy
+would order the same move again at each of its ticks.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from pla_sglang.common.checks import MILLI, Choice, Range, check_fields, knob
 from pla_sglang.fleet.router.control.requests.request_record import STREAMING, RequestRecord
-from pla_sglang.fleet.router.control.workers.table import Worker
+from pla_sglang.fleet.router.control.workers.table import Worker, WorkerState
 from pla_sglang.fleet.router.wire.rids import find_rid
 from pla_sglang.policy.common.device_clock import DeviceClock
 from pla_sglang.policy.common.learned import LearnedPredictor
@@ -32,8 +32,10 @@ LENGTHS: Mapping[str, Callable[[], RemainingPredictor]] = {
     STATED: Oracle,
 }
 DISPATCH, PREFILLED = "dispatch", "prefilled"
+COOL_DOWN_S = 10.0  # of device time, after a move that came to nothing
+# Likewise, where its instance is to be empty: after the first one; then twice as long each time.
+DRAIN_COOL_DOWN_S = 0.5
 NO_MOVER, NOT_THERE = "nothing here can move requests", "it does not run at the source"
-MOST_COOL_DOWNS = 1024  # beyond so many, those that are over are looked for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,21 +81,25 @@ class MoveKnobs:
         check_fields(self)
 
 
-class Mover(Protocol):
-    """Moves running requests."""
+# Moves the request of this id to this instance, for this reason. None: under way; otherwise why it cannot be.
+MoveRequest = Callable[[str, Worker, str], str | None]
 
-    def move_request(self, rid: str, target: Worker, reason: str) -> str | None:
-        """Moves the request that the router knows as ``rid``. None: under way; otherwise why it cannot be."""
-        ...
 
-    def is_cooling_down(self, record: RequestRecord) -> bool:
-        """True if its last move has come to nothing a short while ago."""
-        ...
+def note_failed_move(record: RequestRecord, now_s: float, clock: DeviceClock) -> None:
+    """It rests. Failures are in a row where each follows shortly on the one before."""
+    last_s = record.move_failed_s
+    in_a_row = last_s is not None and now_s - last_s < 2 * clock.wall_s(COOL_DOWN_S)
+    record.move_failed_s, record.moves_failed = now_s, record.moves_failed + 1 if in_a_row else 1
 
-    @property
-    def failed(self) -> int:
-        """Moves that have come to nothing."""
-        ...
+
+def rests_from_failure(record: RequestRecord, now_s: float, clock: DeviceClock) -> bool:
+    """True if its last move has come to nothing a short while ago."""
+    source = record.present.decode
+    if record.move_failed_s is None or source is None:
+        return False
+    drains = source.state is WorkerState.DRAINING
+    rest_s = min(COOL_DOWN_S, DRAIN_COOL_DOWN_S * 2 ** (record.moves_failed - 1)) if drains else COOL_DOWN_S
+    return now_s - record.move_failed_s < clock.wall_s(rest_s)
 
 
 class MoveOrders:
@@ -102,8 +108,8 @@ class MoveOrders:
     Args:
         clock: wall seconds.
         device_clock: in whose seconds ``rest_s`` is.
-        mover: None: every order is refused.
-        find_record: the open request of this id.
+        move_request: None: every order is refused.
+        records: the open requests by id.
     """
 
     def __init__(
@@ -113,71 +119,63 @@ class MoveOrders:
         clock: Callable[[], float],
         device_clock: DeviceClock,
         find_worker: Callable[[InstanceView], Worker],
-        find_record: Callable[[str], RequestRecord | None],
-        mover: Mover | None,
+        records: Mapping[str, RequestRecord],
+        move_request: MoveRequest | None,
     ) -> None:
-        self.mover, self.find_record = mover, find_record
+        self.move_request, self.records = move_request, records
         self.ordered = 0
         self.refused: Counter[str] = Counter()  # by why
         self._rest_s = rest_s
         self._clock = clock
         self._device_clock = device_clock
         self._find_worker = find_worker
-        self._cools_down_until_s: dict[str, float] = {}
 
     def order_move(self, action: Migrate) -> Refusal | None:
         """Has the request moved, if it is where the policy has seen it."""
         rid, _ = find_rid(action.rid)  # to a policy the rest of an answer is a request of its own
-        self._begin_cool_down(rid)
-        if self.mover is None:
+        record = self.records.get(rid)
+        if record is not None:
+            record.rests_until_s = self._clock() + self._device_clock.wall_s(self._rest_s)
+        if self.move_request is None:
             self.refused[NO_MOVER] += 1
             return Refusal.UNSUPPORTED
-        record = self.find_record(rid)
-        here = record is not None and record.state is STREAMING and record.present.decode is not None
-        if not here or record.present.decode.view is not action.source:  # type: ignore[union-attr]
+        if record is None or record.state is not STREAMING or not _is_at(record, action.source):
             self.refused[NOT_THERE] += 1
             return Refusal.NOT_MOVABLE
-        why_not = self.mover.move_request(rid, self._find_worker(action.target), action.reason.value)
+        why_not = self.move_request(rid, self._find_worker(action.target), action.reason.value)
         if why_not is not None:
             self.refused[why_not] += 1
             return Refusal.NOT_MOVABLE
-        if record.candidate is not None:  # type: ignore[union-attr]
-            record.candidate.predicted_gain = action.gain  # type: ignore[union-attr]
+        if record.candidate is not None:
+            record.candidate.predicted_gain = action.gain
         self.ordered += 1
         return None
 
     def is_cooling_down(self, record: RequestRecord) -> bool:
         """True if a request is to stay where it is: it was ordered to move, or came there, a short while ago."""
         now_s = self._clock()
-        if self._cools_down_until_s.get(record.rid, now_s) > now_s:
+        if record.rests_until_s > now_s:
             return True
-        if self.mover is not None and self.mover.is_cooling_down(record):
+        if rests_from_failure(record, now_s, self._device_clock):
             return True
         joined_s = None if record.present.how is None else record.present.assigned_s
         return joined_s is not None and now_s - joined_s < self._device_clock.wall_s(self._rest_s)
 
     def count_cooling_down(self) -> int:
-        """Requests that were ordered to move and rest; those that have ended are left out."""
-        self._forget_cooled_down()
-        return sum(self.find_record(rid) is not None for rid in self._cools_down_until_s)
+        """Requests that were ordered to move and rest."""
+        now_s = self._clock()
+        return sum(record.rests_until_s > now_s for record in self.records.values())
 
     def to_dict(self) -> dict[str, Any]:
         """For /pla/state."""
         return {
-            "can_move": self.mover is not None,
+            "can_move": self.move_request is not None,
             "ordered": self.ordered,
-            "failed": 0 if self.mover is None else self.mover.failed,
             "refused": dict(self.refused),
             "resting": self.count_cooling_down(),
         }
 
-    def _begin_cool_down(self, rid: str) -> None:
-        if len(self._cools_down_until_s) >= MOST_COOL_DOWNS:
-            self._forget_cooled_down()
-        self._cools_down_until_s[rid] = self._clock() + self._device_clock.wall_s(self._rest_s)
 
-    def _forget_cooled_down(self) -> None:
-        now_s = self._clock()
-        self._cools_down_until_s = {
-            rid: until_s for rid, until_s in self._cools_down_until_s.items() if until_s > now_s
-        }
+def _is_at(record: RequestRecord, source: InstanceView) -> bool:
+    decode = record.present.decode
+    return decode is not None and decode.view is source

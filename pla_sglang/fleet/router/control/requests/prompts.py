@@ -7,7 +7,6 @@ estimated: tokenizing a long text would hold up all others, and its class is bey
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import hashlib
 from collections import OrderedDict
@@ -17,7 +16,6 @@ from typing import Any
 
 import msgspec
 
-from pla_sglang.common.checks import Range, check_fields, knob
 from pla_sglang.fleet.router.http.json_body import BYTES_PER_TOKEN, has_long_ids
 from pla_sglang.fleet.router.wire.inference import BY_ENDPOINT
 from pla_sglang.fleet.router.wire.messages import Ask, Endpoint
@@ -31,18 +29,6 @@ CHAT_TOKENS_A_MESSAGE = 5  # role and separators of common templates
 _PROMPT_KEYS = {
     endpoint: tuple(b'"%s"' % member.encode() for member in path.prompt) for endpoint, path in BY_ENDPOINT.items()
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class PromptKnobs:
-    """Limits of tokenizing."""
-
-    tokenize_bytes: int = knob(
-        8192, "--tokenize-bytes", "longer bodies are estimated", allowed=Range(0, unit="bytes"), heading="prompts"
-    )
-
-    def __post_init__(self) -> None:
-        check_fields(self, "tokenize")
 
 
 class Prompt(msgspec.Struct, gc=False):
@@ -62,16 +48,19 @@ class Prompts:
     """Lengths and prefixes of requests.
 
     Args:
-        encode: the tokenizer; None: estimates only. May be set later, when an instance has said which one it is.
+        tokenize_bytes: longer bodies are estimated.
+
+    Attributes:
+        encode: the tokenizer; None: estimates only. It is set when an instance has said which one it is.
     """
 
-    def __init__(self, knobs: PromptKnobs, index: PrefixIndex, encode: Encode | None = None) -> None:
-        self.encode = encode
+    def __init__(self, index: PrefixIndex, *, tokenize_bytes: int) -> None:
+        self.encode: Encode | None = None
         self.index = index
         self.hits = 0
         self.tokenized = 0
         self.estimated = 0
-        self._knobs = knobs
+        self._tokenize_bytes = tokenize_bytes
         self.bytes_per_token = BYTES_PER_TOKEN  # as learned so far
         self._lengths: OrderedDict[bytes, int] = OrderedDict()
 
@@ -121,7 +110,7 @@ class Prompts:
             self.index.show_cache(view)
 
     def _count_tokens(self, body: bytes, endpoint: Endpoint) -> int | None:
-        if self.encode is None or len(body) > self._knobs.tokenize_bytes:
+        if self.encode is None or len(body) > self._tokenize_bytes:
             return None
         key = hashlib.blake2b(body, digest_size=16).digest()
         known = self._lengths.get(key)

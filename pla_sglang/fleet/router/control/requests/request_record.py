@@ -19,8 +19,7 @@ from pla_sglang.fleet.router.attempt_rules import ENDS, LOSSES
 from pla_sglang.fleet.router.control.requests.prompts import Prompt
 from pla_sglang.fleet.router.control.requests.targets import TPOT_MEMBER, TTFT_MEMBER, Target, find_target
 from pla_sglang.fleet.router.control.workers.table import Worker
-from pla_sglang.fleet.router.wire.messages import Ask, Cause, Leg, Outcome, Over
-from pla_sglang.fleet.router.wire.rids import rid_at_instance
+from pla_sglang.fleet.router.wire.messages import Ask, Cause, Outcome, Over
 from pla_sglang.policy.common.device_clock import DeviceClock
 from pla_sglang.policy.interface.fast_enum import FastEnum
 from pla_sglang.policy.interface.fleet import RequestView
@@ -61,7 +60,6 @@ _LEGAL_LEGS: dict[LegState, frozenset[LegState]] = {
 # Named once: see ``fast_enum``.
 OPEN, LEAVING, ABORTING, CLOSED = LegState
 WAITING, PREFILL, STREAMING, OVER, ENDED = AttemptState
-_WHOLE, _PREFILL_LEG, _DECODE_LEG = Leg
 _REFUSED, _TRANSFER_FAILED = Outcome.REFUSED, Cause.TRANSFER_FAILED
 # The relay does not know why the control plane refused a request; ``RequestRecord.admission`` does.
 _REFUSED_FOR = {"no_instance": Outcome.NO_INSTANCE, "fault": Outcome.FAULT}
@@ -79,7 +77,6 @@ class MoveKind(FastEnum):
 class LegEntry(msgspec.Struct, gc=False, eq=False):
     """What one instance holds for one attempt. ``worker``: its number; ``room`` is shared by the legs of a hand-off."""
 
-    leg: Leg
     worker: int
     since_s: float
     room: int | None = None
@@ -88,7 +85,7 @@ class LegEntry(msgspec.Struct, gc=False, eq=False):
 
     def move(self, state: LegState, now_s: float) -> None:
         if state not in _LEGAL_LEGS[self.state]:
-            raise IllegalMoveError(f"leg {self.leg.name.lower()}: {self.state.value} -> {state.value} is not allowed")
+            raise IllegalMoveError(f"leg at {self.worker}: {self.state.value} -> {state.value} is not allowed")
         self.state, self.since_s = state, now_s
 
 
@@ -176,13 +173,11 @@ class Attempt(msgspec.Struct, gc=False, eq=False):
     def open_legs(self) -> list[LegEntry]:
         return [leg for leg in self.legs if leg.state is not CLOSED]
 
-    def workers(self) -> list[tuple[Worker, Leg]]:
-        """Where it is, and with which leg."""
+    def workers(self) -> list[Worker]:
+        """Where it is."""
         if self.prefill is None or self.decode is None:
             return []
-        if self.prefill is self.decode:
-            return [(self.prefill, _WHOLE)]
-        return [(self.prefill, _PREFILL_LEG), (self.decode, _DECODE_LEG)]
+        return [self.prefill] if self.prefill is self.decode else [self.prefill, self.decode]
 
     @property
     def room(self) -> int | None:
@@ -221,6 +216,8 @@ class RequestRecord(msgspec.Struct, gc=False, eq=False):
         charged_s: to its tenant's limit, in device seconds; None: nothing.
         admission: reason of the last verdict; "adopted" after a restart of the control plane.
         last_number: the highest number of an attempt, those included that a former life of the control plane has given.
+        rests_until_s: a policy has ordered it to move, and orders nothing before then.
+        move_failed_s, moves_failed: when its last move came to nothing, and how many did in a row.
     """
 
     rid: str
@@ -239,6 +236,9 @@ class RequestRecord(msgspec.Struct, gc=False, eq=False):
     charged_s: float | None = None
     admission: str = ""
     last_number: int = 0
+    rests_until_s: float = 0.0
+    move_failed_s: float | None = None
+    moves_failed: int = 0
     end: End | None = None
 
     @property
@@ -344,10 +344,6 @@ class RequestRecord(msgspec.Struct, gc=False, eq=False):
         self.present.asked_s = now_s
         return self.present
 
-    def show_rest(self, view: RequestView, delivered_tokens: int) -> None:
-        """To the policy, what is left of it is a request of its own: ``view``."""
-        self.view, self.known_to_policy, self.policy_tokens = view, False, delivered_tokens
-
     def set_view_times(self, clock: DeviceClock) -> None:
         view = self.view
         view.arrival_s = clock.device_s(self.ask.arrived_s)
@@ -357,10 +353,6 @@ class RequestRecord(msgspec.Struct, gc=False, eq=False):
         """How it has ended, given what its relay reports."""
         outcome = reported if self.given_up_as is None else self.given_up_as
         return _REFUSED_FOR.get(self.admission, outcome) if outcome is _REFUSED else outcome
-
-    def release_prompt(self) -> None:
-        """It has ended: the keys of its prompt's blocks are needed no more."""
-        self.prompt.keys = ()
 
 
 _NOWHERE = Attempt()
@@ -389,8 +381,3 @@ def record_of(
     else:
         record.begin_attempt(over, over.at_s)
     return record
-
-
-def name_at_instance(record: RequestRecord, attempt: Attempt) -> str:
-    """The id under which the instances of ``attempt`` know the request."""
-    return rid_at_instance(record.rid, attempt.number)

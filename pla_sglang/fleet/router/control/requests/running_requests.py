@@ -100,20 +100,19 @@ class RunningRequests:
 
     def _join_rows(self, worker: Worker) -> Iterator[tuple[RequestRow, RequestRecord]]:
         """Rows of the router's requests that run there now, as far as it knows."""
-        find_record = self.orders.find_record
         for _, rows in worker.rows.values():
             for row in rows:
                 rid, number = find_rid(row.rid)
-                record = find_record(rid)
+                record = self.orders.records.get(rid)
                 if record is None or record.state is ENDED or record.present.number != number:
                     continue
                 if record.present.decode is worker:
                     yield row, record
 
     def _may_move(self, record: RequestRecord, row: RequestRow, view: InstanceView) -> bool:
-        """Only a stream of one answer from a stateless instance can move; where there is a mover, only one of which its
-        relay says so. What else forbids it, the mover knows."""
-        if self.orders.mover is not None and not record.movable:
+        """Only a stream of one answer from a stateless instance can move. Where moves are carried out its relay must
+        say so, too; what else forbids it, ``Migration`` knows."""
+        if self.orders.move_request is not None and not record.movable:
             return False
         if (
             row.held

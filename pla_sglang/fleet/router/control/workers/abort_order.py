@@ -1,10 +1,8 @@
-"""What the ledger orders and the monitor posts: the abort of one leg of a request."""
+"""What the ledger orders and the monitor posts: the abort of what one instance has of a request."""
 
 from __future__ import annotations
 
 import dataclasses
-
-from pla_sglang.fleet.router.wire.messages import Leg
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -15,7 +13,6 @@ class AbortOrder:
     """
 
     rid: str
-    leg: Leg
     worker: int
     attempt: int
     rids: tuple[str, ...]

@@ -9,7 +9,6 @@ from typing import Any
 from pla_sglang.fleet.router.control.workers.errors import ControlError
 from pla_sglang.fleet.router.control.workers.instance_client import InstanceClient
 from pla_sglang.fleet.router.control.workers.table import Worker, WorkerState, WorkerTable
-from pla_sglang.fleet.router.control.workers.tasks import Tasks
 from pla_sglang.policy.dopd.batching import BatchingKnobs
 
 logger = logging.getLogger(__name__)
@@ -17,21 +16,13 @@ RETRY_S = (0.5, 30.0)  # first and longest wait after a failure
 
 
 class BatchingOrders:
-    """Tells the workers of one table how to batch, also those that come later, and none before ``start``."""
+    """Tells the workers of one table how to batch, also those that come later."""
 
-    def __init__(self, table: WorkerTable) -> None:
-        self._table = table
-        self._tasks = Tasks()
-        self._client: InstanceClient | None = None
+    def __init__(self, table: WorkerTable, client: InstanceClient) -> None:
+        self._table, self._client = table, client
         self._wanted: BatchingKnobs | None = None
         self._known: dict[int, BatchingKnobs] = {}  # what each worker was told last, by number
         self._telling: set[int] = set()
-
-    def start(self, client: InstanceClient) -> None:
-        self._client = client
-
-    async def stop(self) -> None:
-        await self._tasks.close()
 
     def order_batching(self, knobs: BatchingKnobs | None) -> None:
         """The planner has found these; None: it has none."""
@@ -41,7 +32,7 @@ class BatchingOrders:
 
     def tell_workers(self) -> None:
         """Those that do not know yet: the knobs or the table have changed."""
-        if self._client is None or self._wanted is None:
+        if self._wanted is None:
             return
         for worker in self._table:
             said = worker.description
@@ -49,16 +40,16 @@ class BatchingOrders:
                 continue
             if self._known.get(worker.number) != self._wanted:
                 self._telling.add(worker.number)
-                self._tasks.spawn(self._tell(self._client, worker))
+                self._client.spawn(self._tell(worker))
 
-    async def _tell(self, client: InstanceClient, worker: Worker) -> None:
+    async def _tell(self, worker: Worker) -> None:
         """Until it knows what is wanted then."""
         wait_s = RETRY_S[0]
         while worker.state is not WorkerState.DEAD and self._known.get(worker.number) != self._wanted:
             assert self._wanted is not None
             wanted = self._wanted
             try:
-                await client.set_batching(worker, wanted)
+                await self._client.set_batching(worker, wanted)
             except ControlError as error:
                 logger.warning("worker %s does not know how to batch: %s", worker.view.name, error)
                 await asyncio.sleep(wait_s)

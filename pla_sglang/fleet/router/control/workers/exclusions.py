@@ -10,10 +10,8 @@ Policies are asked as if these instances were not there; what controls pools and
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Collection, Mapping
 
-from pla_sglang.common.checks import MILLI, Range, check_fields, knob
 from pla_sglang.fleet.router.control.workers.breaker import BreakerState
 from pla_sglang.fleet.router.control.workers.discovery import Description
 from pla_sglang.fleet.router.control.workers.table import Worker, WorkerState, WorkerTable
@@ -40,22 +38,6 @@ class Exclusion(FastEnum):
     CONTEXT = "over_context"  # the prompt is longer than its context
 
 
-@dataclasses.dataclass(frozen=True)
-class ExclusionKnobs:
-    """``full_s``: how long an instance that has said that it is full is avoided, in device time."""
-
-    full_s: float = knob(
-        0.1,
-        "--full-avoid-ms MS",
-        "a full instance gets nothing that others can take; 0: at once again",
-        allowed=Range(0, 60_000, "ms"),
-        scale=MILLI,
-    )
-
-    def __post_init__(self) -> None:
-        check_fields(self, "exclusions")
-
-
 _FULL, _BREAKER, _REFUSED, _LOST, _UNHEARD, _AVOIDED, _NO_REST, _MODEL, _ADAPTER, _CONTEXT = Exclusion
 _ADMISSION = {
     _MODEL: AdmissionReason.OTHER_MODEL,
@@ -67,15 +49,18 @@ _NONE: Mapping[InstanceView, Exclusion] = {}
 
 
 class Exclusions:
-    """Exclusions of the workers of one table."""
+    """Exclusions of the workers of one table.
 
-    def __init__(self, table: WorkerTable, knobs: ExclusionKnobs) -> None:
-        self._table = table
-        self._knobs = knobs
+    Args:
+        full_s: how long an instance that has said that it is full is avoided, in device time.
+    """
+
+    def __init__(self, table: WorkerTable, full_s: float) -> None:
+        self._table, self._full_s = table, full_s
 
     def note_full(self, worker: Worker, now_s: float) -> None:
         """It has refused a request for load."""
-        worker.load.note_full(now_s, self._knobs.full_s)
+        worker.load.note_full(now_s, self._full_s)
         self._table.restricted.add(worker)
 
     def find(

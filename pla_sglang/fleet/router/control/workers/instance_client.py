@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
+import itertools
 import json
 import time
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -24,6 +25,7 @@ from pla_sglang.common.secret_names import HIDDEN, hide_in_text
 from pla_sglang.fleet.router.control.workers.discovery import Address, Description, describe, polled_load
 from pla_sglang.fleet.router.control.workers.errors import ControlError, NoResponseError, UnreachableError, WorkerError
 from pla_sglang.fleet.router.control.workers.table import Worker
+from pla_sglang.fleet.router.control.workers.tasks import Tasks
 from pla_sglang.fleet.router.relay.proxied_call import WholeCall
 from pla_sglang.fleet.router.relay.upstream_connection import UpstreamPool
 from pla_sglang.fleet.router.tls import TlsContext
@@ -32,24 +34,38 @@ from pla_sglang.load.instance_load import InstanceLoad
 from pla_sglang.policy.dopd.batching import BatchingKnobs
 from pla_sglang.policy.interface.prefill import PrefillClass
 
-IDLE_S = 3.0  # as relays keep a connection; SGLang closes one after 5 s
 SWEEP_S = 1.0
+FORGET_S = 60.0  # an address that nobody has asked for so long
 ORDERS_AT_ONCE = 8  # to one instance: where a relay is lost, all of its requests are aborted in one moment
 QUOTED_CHARS = 200
 
 
+@dataclasses.dataclass(slots=True)
+class _Host:
+    """An address that was asked. ``entry`` has a number of its own: it is asked what it is before it is a worker."""
+
+    entry: WorkerEntry
+    turns: asyncio.Semaphore  # for orders
+    asked_s: float = 0.0
+
+
 class InstanceClient:
-    """A client for all instances; ``close`` it. ``tls``: for those with https."""
+    """A client for all instances, with the tasks that ask them; ``close`` it. ``tls``: for those with https."""
 
     def __init__(self, tls: TlsContext, *, timeout_s: float, api_key: str = "", admin_key: str = "") -> None:
         self._timeout_s, self._keys = timeout_s, (api_key, admin_key)
-        self._pool = UpstreamPool(asyncio.get_running_loop(), tls, connect_timeout_s=timeout_s, idle_s=IDLE_S)
+        self._pool = UpstreamPool(tls, connect_timeout_s=timeout_s)
+        self._tasks = Tasks()
         self._swept_s = 0.0
-        # Numbers of its own: an address is asked what it is before it is a worker.
-        self._entries: dict[Address, WorkerEntry] = {}
-        self._turns: defaultdict[Address, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(ORDERS_AT_ONCE))
+        self._numbers = itertools.count()
+        self._hosts: dict[Address, _Host] = {}
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """A task that ends with this client at the latest."""
+        self._tasks.spawn(work)
 
     async def close(self) -> None:
+        await self._tasks.close()
         await self._pool.close_pool()
 
     async def describe(self, address: Address, *, with_model: bool = False) -> Description:
@@ -149,13 +165,10 @@ class InstanceClient:
 
         Raises UnreachableError, NoResponseError.
         """
-        url = f"{address.url}{target}"
+        url, host = f"{address.url}{target}", self._find_host(address)
         try:
-            async with (
-                asyncio.timeout(self._timeout_s),
-                contextlib.nullcontext() if body is None else self._turns[address],
-            ):
-                call = await self._send(address, target, body)
+            async with asyncio.timeout(self._timeout_s), contextlib.nullcontext() if body is None else host.turns:
+                call = await self._send(host.entry, target, body)
         except TimeoutError:
             raise NoResponseError(f"{url}: no answer within {self._timeout_s:g} s") from None
         if call.failure is FailureKind.CONNECT:
@@ -169,25 +182,27 @@ class InstanceClient:
             raise NoResponseError(f"{url} answered {call.detail}")
         return call.body
 
-    async def _send(self, address: Address, target: str, body: Mapping[str, Any] | None) -> WholeCall:
+    async def _send(self, entry: WorkerEntry, target: str, body: Mapping[str, Any] | None) -> WholeCall:
         """Until it has ended, however that is."""
-        loop, done = asyncio.get_running_loop(), asyncio.Event()
-        call = WholeCall(self._pool, loop, lambda _: done.set(), timeout_s=self._timeout_s)
+        done = asyncio.Event()
+        call = WholeCall(self._pool, lambda _: done.set(), timeout_s=self._timeout_s)
         method, content = ("GET", b"") if body is None else ("POST", json.dumps(body).encode())
-        self._sweep()
-        call.send_request(self._find_entry(address), method, target, content, admin=body is not None)
+        call.send_request(entry, method, target, content, admin=body is not None)
         try:
             await done.wait()
         finally:
             call.on_disconnect("")
         return call
 
-    def _find_entry(self, address: Address) -> WorkerEntry:
-        if (entry := self._entries.get(address)) is None:
+    def _find_host(self, address: Address) -> _Host:
+        now_s = time.monotonic()
+        if now_s >= self._swept_s + SWEEP_S:
+            self._swept_s = now_s
+            self._sweep(now_s)
+        if (host := self._hosts.get(address)) is None:
             api_key, admin_key = self._keys
-            entry = self._entries[address] = WorkerEntry(
-                number=len(self._entries),
-                name=address.url,
+            entry = WorkerEntry(
+                number=next(self._numbers),
                 host=address.host,
                 port=address.port,
                 kind="",
@@ -195,14 +210,15 @@ class InstanceClient:
                 admin_key=admin_key,
                 tls=address.tls,
             )
-        return entry
+            host = self._hosts[address] = _Host(entry, asyncio.Semaphore(ORDERS_AT_ONCE))
+        host.asked_s = now_s
+        return host
 
-    def _sweep(self) -> None:
-        """An instance that closes a connection while a request is on its way would be taken for one that is ill."""
-        now_s = time.monotonic()
-        if now_s >= self._swept_s + SWEEP_S:
-            self._swept_s = now_s
-            self._pool.close_unused(now_s)
+    def _sweep(self, now_s: float) -> None:
+        """An instance that closes a connection while a request is on its way would be taken for one that is ill. And
+        instances come and go: those that are gone are asked no more."""
+        self._pool.close_unused(now_s)
+        self._hosts = {address: host for address, host in self._hosts.items() if now_s - host.asked_s < FORGET_S}
 
 
 def quote_response(body: bytes, *keys: str) -> str:

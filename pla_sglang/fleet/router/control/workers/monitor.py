@@ -2,7 +2,7 @@
 publish, polls those that send neither, tells them their pool, and drops requests there. Peers, batching and moves are
 told to instances by ``peering``, ``batching`` and ``migration``.
 
-Each worker has at most one check and one poll under way. Tasks belong to the monitor and end with it.
+Each worker has at most one check and one poll under way.
 """
 
 from __future__ import annotations
@@ -18,16 +18,18 @@ import zmq
 
 from pla_sglang.common.errors import ConfigError
 from pla_sglang.fleet.router.control.workers.abort_order import AbortOrder
-from pla_sglang.fleet.router.control.workers.discovery import Description, polled_load
+from pla_sglang.fleet.router.control.workers.discovery import CLASSES, Description, polled_load
 from pla_sglang.fleet.router.control.workers.errors import ControlError, NoResponseError, UnreachableError, WorkerError
 from pla_sglang.fleet.router.control.workers.health import Health, ProbeResult
 from pla_sglang.fleet.router.control.workers.instance_client import InstanceClient
 from pla_sglang.fleet.router.control.workers.published_load import PublishedLoads
-from pla_sglang.fleet.router.control.workers.report_intake import NewReport, ReportIntake
 from pla_sglang.fleet.router.control.workers.state_file import SavedWorker
-from pla_sglang.fleet.router.control.workers.table import Worker, WorkerReason, WorkerState, WorkerTable
-from pla_sglang.fleet.router.control.workers.tasks import Tasks
+from pla_sglang.fleet.router.control.workers.table import Worker, WorkerReason, WorkerState
+from pla_sglang.load.instance_load import InstanceLoad, prefill_sample
+from pla_sglang.load.report import Report
 from pla_sglang.load.sockets import Puller
+from pla_sglang.load.tracker import ReportEffect
+from pla_sglang.policy.interface.decisions import PrefillSample
 from pla_sglang.policy.interface.fleet import InstanceView, Role
 from pla_sglang.policy.interface.prefill import PrefillClass
 
@@ -48,34 +50,28 @@ class InstanceMonitor:
 
     Args:
         poll_interval_s: of instances without fresh reports.
-        on_report: called with every report that says something new.
+        on_report: called with a worker whose load is known anew, and the prefill passes that its report tells of.
         on_description: called with what a worker says of itself for the first time, before the table has it. It raises
             ConfigError where such an instance cannot be served.
         on_aborted: called when an instance has confirmed an abort, or is dead; the second argument says which.
     """
 
-    _client: InstanceClient
-
     def __init__(
         self,
-        table: WorkerTable,
         health: Health,
-        clock: Clock,
+        client: InstanceClient,
         *,
+        clock: Clock,
         poll_interval_s: float,
-        on_report: Callable[[NewReport], None],
+        on_report: Callable[[Worker, PrefillSample | None], None],
         on_description: Callable[[Description], None],
         on_aborted: Callable[[AbortOrder, str], None],
     ) -> None:
-        self.intake = ReportIntake(table)
         self.published = PublishedLoads()
-        self.polls = 0
-        self._table = table
-        self._health = health
-        self._clock = clock
+        self.polls = self.reports_of_nobody = 0
+        self._health, self._table, self._client, self._clock = health, health.table, client, clock
         self._poll_interval_s = poll_interval_s
         self._on_report, self._on_description, self._on_aborted = on_report, on_description, on_aborted
-        self._tasks = Tasks()
         self._checked_s: dict[int, float] = {}
         self._verified_s: dict[int, float] = {}
         self._polled_s: dict[int, float] = {}
@@ -87,20 +83,18 @@ class InstanceMonitor:
 
     # -- life --------------------------------------------------------------------------------------------------------
 
-    def start(self, client: InstanceClient, telemetry: str) -> None:
+    def start(self, telemetry: str) -> None:
         """Raises ConfigError where the address of the telemetry cannot be bound."""
-        self._client = client
         if telemetry:
             try:
                 self._puller = Puller(telemetry)
             except zmq.ZMQError as error:
                 raise ConfigError(f"--telemetry {telemetry}: {error}") from None
-            self._tasks.spawn(self._drain())
-        self._tasks.spawn(self._take_published())
-        self._tasks.spawn(self._watch())
+            self._client.spawn(self._drain())
+        self._client.spawn(self._take_published())
+        self._client.spawn(self._watch())
 
-    async def stop(self) -> None:
-        await self._tasks.close()
+    def close(self) -> None:
         self.published.close()
         if self._puller is not None:
             self._puller.close()
@@ -142,7 +136,7 @@ class InstanceMonitor:
             finally:
                 self._busy.discard(key)
 
-        self._tasks.spawn(guarded())
+        self._client.spawn(guarded())
 
     # -- checks ------------------------------------------------------------------------------------------------------
 
@@ -235,11 +229,7 @@ class InstanceMonitor:
         try:
             while True:
                 for report in puller.drain():
-                    heard = self.intake.on_report(report, self._clock())
-                    if heard is not None and heard.restarted:
-                        self.restarted(heard.worker)
-                    elif heard is not None:
-                        self._on_report(heard)
+                    self.take_report(report)
                 wake.clear()
                 # Not wait_for: where both fall together, it takes a cancellation for a wake-up, and this never ends.
                 with contextlib.suppress(TimeoutError):
@@ -248,15 +238,45 @@ class InstanceMonitor:
         finally:
             loop.remove_reader(descriptor)
 
+    def take_report(self, report: Report) -> None:
+        """A server with several data-parallel ranks is one worker here. A report of another process than before, of
+        another start time, tells that the instance was restarted."""
+        worker, now_s = self._find_reporter(report.instance), self._clock()
+        if worker is None:
+            self.reports_of_nobody += 1
+            return
+        effect = worker.load.on_report(report, now_s)
+        if effect is ReportEffect.RESTARTED:
+            self.restarted(worker)
+            return
+        if effect is ReportEffect.OUTDATED:
+            return
+        worker.heard_s = now_s
+        worker.legs = report.legs
+        if report.requests is not None:
+            worker.rows[report.dp_rank] = now_s, report.requests
+        if report.role in CLASSES and worker.description is not None and self._table.pools:
+            worker.detail = f"says {report.role}" if CLASSES[report.role] is not worker.view.length_class else ""
+        starts = worker.state is WorkerState.STARTING
+        self._on_report(worker, None if starts else prefill_sample(worker.view, report, self._table.clock))
+
+    def _find_reporter(self, key: str) -> Worker | None:
+        """None as well where several sign like that: who took one for the other would see restarts without end."""
+        named = [one for one in self._table if one.description is not None and one.description.report_key == key]
+        if len(named) > 1:
+            for worker in named:
+                worker.detail = f"{len(named)} instances report as {key}; give each a name (--pla-instance)"
+            return None
+        starting = (one for one in self._table if one.state is WorkerState.STARTING and one.view.name == key)
+        return named[0] if named else next(starting, None)
+
     async def _take_published(self) -> None:
         """Takes the loads that stock engines publish, as if they had been polled."""
         while True:
             now_s = self._clock()
             for number, response in self.published.drain(now_s):
                 worker = self._table.by_number[number]
-                if worker.state is not WorkerState.DEAD:
-                    worker.load.on_load(polled_load(response, worker.view.kind), now_s)
-                    self._on_report(NewReport(worker, None))
+                self._take_load(worker, polled_load(response, worker.view.kind))
             await asyncio.sleep(DRAIN_TICK_S if self.published.is_following() else CHECK_TICK_S)
 
     async def _poll(self, worker: Worker) -> None:
@@ -265,9 +285,12 @@ class InstanceMonitor:
         except ControlError:
             return  # health checks judge; a load that is not known is corrected by what was sent
         self.polls += 1
+        self._take_load(worker, load)
+
+    def _take_load(self, worker: Worker, load: InstanceLoad) -> None:
         if worker.state is not WorkerState.DEAD:
             worker.load.on_load(load, self._clock())
-            self._on_report(NewReport(worker, None))
+            self._on_report(worker, None)
 
     # -- orders ------------------------------------------------------------------------------------------------------
 
@@ -308,7 +331,7 @@ class InstanceMonitor:
 
     def abort(self, order: AbortOrder) -> None:
         """Drop a request at an instance, and insist: what runs for nobody keeps memory from others."""
-        self._tasks.spawn(self._post_abort(order))
+        self._client.spawn(self._post_abort(order))
 
     async def _post_abort(self, order: AbortOrder) -> None:
         while True:

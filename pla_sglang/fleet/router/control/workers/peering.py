@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
 from typing import Any
@@ -27,8 +28,7 @@ from pla_sglang.fleet.router.control.workers.discovery import Description
 from pla_sglang.fleet.router.control.workers.errors import ControlError, UnreachableError
 from pla_sglang.fleet.router.control.workers.instance_client import InstanceClient
 from pla_sglang.fleet.router.control.workers.table import Worker, WorkerState, WorkerTable
-from pla_sglang.fleet.router.control.workers.tasks import Tasks
-from pla_sglang.fleet.router.control.workers.worker_log import PeerLog
+from pla_sglang.fleet.router.control.workers.worker_log import log_line
 from pla_sglang.policy.interface.fleet import InstanceKind, InstanceView
 
 READY, WARMING = "ready", "warming"  # anything else that an instance says of a peer is a failure
@@ -42,33 +42,26 @@ UNTOLD = "does not know its peers"
 
 
 class Peering:
-    """Peers of the workers of one table. It tells nobody before ``start``.
+    """Peers of the workers of one table.
 
     Args:
         count: called with what came of a list: ``told`` or ``failed``.
         router_key: told with each list, so that instances take legs from nobody else; empty: none is told.
     """
 
-    def __init__(self, table: WorkerTable, count: Callable[[str], None], *, router_key: str = "") -> None:
-        self._table = table
+    def __init__(
+        self, table: WorkerTable, client: InstanceClient, count: Callable[[str], None], *, router_key: str
+    ) -> None:
+        self.table, self._client = table, client
         self._key = {"router_key": router_key} if router_key else {}
         self._count = count
-        self._journal = PeerLog()
-        self._tasks = Tasks()
-        self._client: InstanceClient | None = None
+        self._said: dict[int, str] = {}  # in the log, by number of the worker
         self.wanted_rows: Callable[[], Mapping[str, Any] | None] = lambda: None  # of running requests, in load reports
         self._changed: dict[int, asyncio.Event] = {}  # by number of the stateless workers that are being told
 
-    def start(self, client: InstanceClient) -> None:
-        self._client = client
-        self.update_peers()
-
-    async def stop(self) -> None:
-        await self._tasks.close()
-
     def is_connected(self, prefill: InstanceView, decode: InstanceView) -> bool:
         """True if KV cache can go from the first to the second now. Stock instances connect by themselves."""
-        source, target = self._table.of(prefill), self._table.of(decode)
+        source, target = self.table.of(prefill), self.table.of(decode)
         if self.never_connects(prefill, decode):
             return False
         if any(worker.legs is not None and not worker.legs.ready for worker in (source, target)):
@@ -81,38 +74,36 @@ class Peering:
 
     def never_connects(self, prefill: InstanceView, decode: InstanceView) -> bool:
         """True if no KV cache can go from the first to the second, as long as both live."""
-        source, target = self._table.of(prefill).description, self._table.of(decode).description
+        source, target = self.table.of(prefill).description, self.table.of(decode).description
         return source is not None and target is not None and find_misfit(source, target) is not None
 
     def update_peers(self) -> None:
         """The table has changed."""
-        if self._client is None:
-            return
-        for worker in self._table:
+        for worker in self.table:
             if worker.view.kind is not InstanceKind.STATELESS or worker.description is None:
                 continue
             if worker.number not in self._changed:
                 self._changed[worker.number] = asyncio.Event()
-                self._tasks.spawn(self._keep_telling(self._client, worker))
+                self._client.spawn(self._keep_telling(worker))
         for changed in self._changed.values():
             changed.set()
 
     def _peers_of(self, worker: Worker) -> dict[str, Worker]:
         """By name. Two processes never have one at a time: a name is an address."""
-        described = (other for other in self._table if other is not worker and other.description is not None)
+        described = (other for other in self.table if other is not worker and other.description is not None)
         return {other.view.name: other for other in described if _bootstrap_port(other) is not None}
 
-    async def _keep_telling(self, client: InstanceClient, worker: Worker) -> None:
+    async def _keep_telling(self, worker: Worker) -> None:
         """As long as it lives."""
         changed, retry_s = self._changed[worker.number], RETRY_S[0]
         while worker.state is not WorkerState.DEAD:
-            if any(_is_awaited(other) for other in self._table):
+            if any(_is_awaited(other) for other in self.table):
                 await asyncio.sleep(ASKED_TICK_S)
                 continue
             changed.clear()
             peers = self._peers_of(worker)
             try:
-                states = await client.tell_peers(worker, self._told_to(worker, peers))
+                states = await self._client.tell_peers(worker, self._told_to(worker, peers))
             except ControlError as error:
                 self._note_not_configured(worker, error)
                 wait_s = None
@@ -126,6 +117,7 @@ class Peering:
                 async with asyncio.timeout(wait_s):
                     await changed.wait()
         del self._changed[worker.number]
+        self._said.pop(worker.number, None)
 
     def _told_to(self, worker: Worker, peers: Mapping[str, Worker]) -> dict[str, Any]:
         rows = self.wanted_rows()
@@ -139,11 +131,11 @@ class Peering:
         worker.peers = {peer.number: state for peer, state in states.items()}
         if worker.detail.startswith(UNTOLD):
             worker.detail = ""
-        failed = {peer: state for peer, state in states.items() if state not in (READY, WARMING)}
+        failed = [f"{_name_peer(peer)}: {state}" for peer, state in states.items() if state not in (READY, WARMING)]
         if failed:
-            self._journal.note_failed(worker, failed)
+            self._log_change(logging.WARNING, worker, f"gets no KV cache from {', '.join(failed)}")
         elif states and set(states.values()) == {READY}:
-            self._journal.note_ready(worker, states)
+            self._log_change(logging.INFO, worker, f"gets KV cache from {', '.join(map(_name_peer, states))}")
         return _next_look_s({state for peer, state in states.items() if misfits[peer] is None})
 
     def _note_not_configured(self, worker: Worker, error: Exception) -> None:
@@ -152,7 +144,17 @@ class Peering:
         if worker.state is not WorkerState.DEAD:
             worker.detail = f"{UNTOLD}: {error}"
             if not isinstance(error, UnreachableError):  # of one at which nobody listens health checks tell
-                self._journal.note_not_configured(worker, worker.detail)
+                self._log_change(logging.WARNING, worker, worker.detail)
+
+    def _log_change(self, level: int, worker: Worker, text: str) -> None:
+        """One line for each change."""
+        if self._said.get(worker.number) != text:
+            self._said[worker.number] = text
+            log_line(level, worker, text)
+
+
+def _name_peer(peer: Worker) -> str:
+    return f"worker {peer.number} ({peer.view.name})"
 
 
 def _is_awaited(worker: Worker) -> bool:

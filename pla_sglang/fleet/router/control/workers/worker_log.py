@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 
 from pla_sglang.fleet.router.control.workers.breaker import BreakerReason
 from pla_sglang.fleet.router.control.workers.table import (
@@ -101,7 +101,7 @@ class WorkerLog:
             self._lost[worker.number] = (worker, None)
             return
         if refused is not None:
-            _log_line(logging.WARNING, worker, refused)
+            log_line(logging.WARNING, worker, refused)
         former = next((one for one, _ in self._lost.values() if one.address == worker.address), None)
         if former is not None and worker.state is WorkerState.STARTING:
             self._lost[former.number] = (former, worker)
@@ -112,7 +112,7 @@ class WorkerLog:
         if worker.state is WorkerState.SUSPECT and worker.breaker.reason is BreakerReason.REFUSED:
             self._refused[worker.number] = text
         else:
-            _log_line(logging.WARNING if worker.state is WorkerState.SUSPECT else logging.INFO, worker, text)
+            log_line(logging.WARNING if worker.state is WorkerState.SUSPECT else logging.INFO, worker, text)
 
     def note_waits(self, workers: Iterable[Worker], now_s: float) -> None:
         """Says once who is lost or has drained, and why somebody who starts is not ready."""
@@ -123,12 +123,12 @@ class WorkerLog:
                 self._tell_loss(worker, heir, fates)
         for worker in workers:
             if worker.number in self._refused and now_s - worker.since_s >= TOLD_S:
-                _log_line(logging.WARNING, worker, self._refused.pop(worker.number))
+                log_line(logging.WARNING, worker, self._refused.pop(worker.number))
             if worker.is_drained():
                 if DRAINED not in self._said_of_waits.setdefault(worker.number, set()):
                     self._said_of_waits[worker.number].add(DRAINED)
                     fates = self._find_fates(worker, worker.since_s)
-                    _log_line(logging.INFO, worker, f"{DRAINED}; {fates.describe()}")
+                    log_line(logging.INFO, worker, f"{DRAINED}; {fates.describe()}")
             elif worker.state is WorkerState.STARTING and worker.detail:
                 self._log_once(logging.WARNING, worker, f"not ready yet: {worker.detail}")
 
@@ -139,13 +139,13 @@ class WorkerLog:
             text += f"; who starts there next is worker {heir.number}"
             if heir.refused:  # which is why its former one is lost
                 self._said_of_waits.setdefault(heir.number, set()).add(f"not ready yet: {heir.detail}")
-        _log_line(logging.WARNING, worker, text)
+        log_line(logging.WARNING, worker, text)
 
     def _log_once(self, level: int, worker: Worker, text: str) -> None:
         said = self._said_of_waits.setdefault(worker.number, set())
         if text not in said:
             said.add(text)
-            _log_line(level, worker, text)
+            log_line(level, worker, text)
 
 
 class LackLog:
@@ -190,31 +190,7 @@ def count_states(workers: Iterable[Worker]) -> str:
     return ", ".join(f"{counts[state]} {state}" for state in SHOWN_STATES if counts[state]) or "none is known"
 
 
-class PeerLog:
-    """As ``WorkerLog``, of the peers of stateless instances."""
-
-    def __init__(self) -> None:
-        self._said: dict[int, str] = {}
-
-    def note_ready(self, worker: Worker, peers: Iterable[Worker]) -> None:
-        text = ", ".join(f"worker {peer.number} ({peer.view.name})" for peer in peers)
-        self._log_change(logging.INFO, worker, f"gets KV cache from {text}")
-
-    def note_failed(self, worker: Worker, failures: Mapping[Worker, str]) -> None:
-        """``failures``: what it says of its peers."""
-        text = ", ".join(f"worker {peer.number} ({peer.view.name}): {failure}" for peer, failure in failures.items())
-        self._log_change(logging.WARNING, worker, f"gets no KV cache from {text}")
-
-    def note_not_configured(self, worker: Worker, why: str) -> None:
-        self._log_change(logging.WARNING, worker, why)
-
-    def _log_change(self, level: int, worker: Worker, text: str) -> None:
-        if self._said.get(worker.number) != text:
-            self._said[worker.number] = text
-            _log_line(level, worker, text)
-
-
-def _log_line(level: int, worker: Worker, text: str) -> None:
+def log_line(level: int, worker: Worker, text: str) -> None:
     logger.log(level, "worker %d (%s) %s", worker.number, worker.url, text)
 
 
