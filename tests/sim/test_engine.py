@@ -6,16 +6,17 @@ import random
 
 import numpy as np
 import pytest
-from support.sim import Fcfs, profile, simulation, trace
+from support.sim import Fcfs, Route, profile, simulation, trace
 
 from pla_sglang.common.errors import ConfigError
 from pla_sglang.policy.common.step_model import StepModel
+from pla_sglang.policy.interface.decisions import PolicySet
 from pla_sglang.policy.interface.prefill import Action, PassDecision, PassReason, PassView
 from pla_sglang.policy.pla.awd import AwdKnobs
 from pla_sglang.policy.pla.long_prompts import LongKnobs
 from pla_sglang.policy.pla.temporal import TemporalKnobs, TemporalPolicy
 from pla_sglang.profiles import load_profile
-from pla_sglang.sim.core.config import InstanceSpec, Policies, SimConfig
+from pla_sglang.sim.core.config import InstanceSpec, MakeEngine, SimConfig
 from pla_sglang.sim.core.costs import Segment, StepCosts
 from pla_sglang.sim.core.engine_knobs import EngineKnobs
 from pla_sglang.sim.core.errors import SimError
@@ -185,10 +186,8 @@ def test_the_temporal_policy_runs_unchanged_and_keeps_shorts_fast() -> None:
     spec = InstanceSpec(load_profile("h100-llama3.1-8b-tp1"))
     config = SimConfig([spec], engine=EngineKnobs(chunk_tokens=2048))
 
-    def ttft(engine: object) -> RunResult:
-        base = simulation(rows, [spec])._policies
-        policies = Policies(base.dispatcher, engine)  # type: ignore[arg-type]
-        one = Simulation(rows, config, policies)
+    def ttft(engine: MakeEngine) -> RunResult:
+        one = Simulation(rows, config, PolicySet("test", Route(), ()), engine)
         result = one.run()
         one.cluster.check_integrity()
         return result

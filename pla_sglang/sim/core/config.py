@@ -8,10 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pla_sglang.common.checks import Range, check_fields, knob, require
-from pla_sglang.policy.interface.decisions import Controller, Dispatcher, Observer, observers_of
 from pla_sglang.policy.interface.fleet import InstanceKind, Role
 from pla_sglang.policy.interface.prefill import EnginePolicy, PrefillClass
-from pla_sglang.policy.interface.remaining_length import NoPrediction, RemainingPredictor
 from pla_sglang.profiles import StepProfile
 from pla_sglang.sim.core.costs import StepCosts
 from pla_sglang.sim.core.engine_knobs import EngineKnobs
@@ -19,6 +17,9 @@ from pla_sglang.sim.core.errors import SimConfigError
 from pla_sglang.sim.core.host import NO_HOST, HostKnobs
 from pla_sglang.sim.core.kernel import LATEST_S
 from pla_sglang.sim.core.network import NetworkKnobs
+
+# Makes the policy of one engine, from its profile and its limits.
+MakeEngine = Callable[[StepProfile, EngineKnobs], EnginePolicy]
 
 
 class RoleSwitch(enum.Enum):
@@ -81,29 +82,6 @@ class InstanceSpec:
 
 
 @dataclass(frozen=True)
-class Policies:
-    """Who decides. The same objects serve the real router; a simulation changes their state, so build them anew.
-
-    Attributes:
-        dispatcher: places requests.
-        controllers: change the fleet, each at its own interval.
-        engine: makes the policy of one engine, from its costs' profile and its knobs.
-        lengths: remaining answer tokens that migration policies see; it is handed the truth.
-        name: what reports call the combination.
-    """
-
-    dispatcher: Dispatcher
-    engine: Callable[[StepProfile, EngineKnobs], EnginePolicy]
-    controllers: Sequence[Controller] = ()
-    lengths: RemainingPredictor = dataclasses.field(default_factory=NoPrediction)
-    name: str = "policy"
-
-    def observers(self) -> list[Observer]:
-        """Those of them that want reports; each once, in a fixed order."""
-        return observers_of(self.dispatcher, *self.controllers)
-
-
-@dataclass(frozen=True)
 class SimConfig:
     """A fleet and its world.
 
@@ -128,7 +106,6 @@ class SimConfig:
         known_steps, told_profile: what policies know of step times, and the profile that they were made with; None: the
             first instance's.
         prefix_knowledge: what policies know of prefix caches.
-        seed: recorded in results; everything random (policies, predictors) is made from it by the caller.
 
     Raises:
         ConfigError: a value is out of range.
@@ -152,7 +129,6 @@ class SimConfig:
     known_steps: KnownSteps = KnownSteps.TOLD
     told_profile: StepProfile | None = None
     prefix_knowledge: PrefixKnowledge = PrefixKnowledge.EXACT
-    seed: int = 0
 
     def __post_init__(self) -> None:
         if not self.fleet:

@@ -27,7 +27,7 @@ from pla_sglang.policy.star.predictors import PAPER_BINS, Binned, Noisy
 from pla_sglang.policy_packages import PolicyName, build, read_knobs
 from pla_sglang.profiles import StepProfile, load_profile, profile_names
 from pla_sglang.profiles.scaled import NO_ERROR, StepError
-from pla_sglang.sim.core.config import InstanceSpec, KnownSteps, Policies, PrefixKnowledge, RoleSwitch, SimConfig
+from pla_sglang.sim.core.config import InstanceSpec, KnownSteps, PrefixKnowledge, RoleSwitch, SimConfig
 from pla_sglang.sim.core.engine_knobs import AnswerCaching, EngineKnobs
 from pla_sglang.sim.core.host import NO_HOST, HostKnobs
 from pla_sglang.sim.core.network import NetworkKnobs
@@ -322,27 +322,21 @@ def run_experiment(experiment: Experiment, trace: Trace, progress: Progress | No
         output_limit_tokens=experiment.output_limit_tokens,
         ttft_slo_s=slo.ttft_s,
         tpot_slo_s=slo.tpot_s,
-        seed=experiment.seed,
         host=experiment.host,
         report_interval_s=experiment.report_interval_s,
         known_steps=experiment.known_steps,
         told_profile=profile,
         prefix_knowledge=experiment.prefix_knowledge,
     )
-    policies = Policies(
-        chosen.dispatcher,
-        functools.partial(
-            engine_policy,
-            experiment.engine,
-            decide=experiment.deadlines == "decide",
-            pass_s=experiment.host.step_s,
-            texts=experiment.engine_knobs,
-        ),
-        chosen.controllers,
-        lengths=length_predictor(experiment.lengths, experiment.seed),
-        name=experiment.policy,
+    make_engine = functools.partial(
+        engine_policy,
+        experiment.engine,
+        decide=experiment.deadlines == "decide",
+        pass_s=experiment.host.step_s,
+        texts=experiment.engine_knobs,
     )
-    result = Simulation(trace, config, policies).run(progress)
+    lengths = length_predictor(experiment.lengths, experiment.seed)
+    result = Simulation(trace, config, chosen, make_engine, lengths).run(progress)
     return ExperimentResult(experiment, trace.rate_per_s, result, goodput(result.served, slo, jobs))
 
 

@@ -14,9 +14,16 @@ from pla_sglang.policy.common.length_errors import JudgedPredictor
 from pla_sglang.policy.common.start_times import StartTimes
 from pla_sglang.policy.interface.decisions import ScaleTo
 from pla_sglang.policy.interface.fleet import DecodeBatch, FleetView, InstanceKind, InstanceState, InstanceView, Role
-from pla_sglang.policy.interface.remaining_length import EndedAnswer, Floats, RunningAnswer, RunningAnswers
+from pla_sglang.policy.interface.remaining_length import (
+    EndedAnswer,
+    Floats,
+    RemainingPredictor,
+    RunningAnswer,
+    RunningAnswers,
+)
 from pla_sglang.policy.measured_steps import InstanceSteps
-from pla_sglang.sim.core.config import InstanceSpec, KnownSteps, Policies, PrefixKnowledge, RoleSwitch, SimConfig
+from pla_sglang.sim.core.config import InstanceSpec, KnownSteps, MakeEngine, PrefixKnowledge, RoleSwitch, SimConfig
+from pla_sglang.sim.core.growth import AnswerLimits
 from pla_sglang.sim.core.instance import InstanceEvents, SimInstance
 from pla_sglang.sim.core.kernel import Kernel, Priority
 from pla_sglang.sim.core.overlap import OverlappedInstance
@@ -47,9 +54,10 @@ class SimFleet:
         self,
         kernel: Kernel,
         config: SimConfig,
-        policies: Policies,
         host: InstanceEvents,
         *,
+        make_engine: MakeEngine,
+        lengths: RemainingPredictor,
         block_tokens: int,
         on_change: Callable[[], None],
     ) -> None:
@@ -59,10 +67,11 @@ class SimFleet:
         self.view = FleetView((), self._decodes)
         self.flips = 0
         self.scale_outs = self.scale_ins = 0  # instances that were started, and told to leave
-        self.lengths = JudgedPredictor(policies.lengths)
+        self.lengths = JudgedPredictor(lengths)
+        self._reserves = config.engine.reserve_by_lengths and not self.lengths.is_blind
         self._kernel = kernel
         self._config = config
-        self._policies = policies
+        self._make_engine = make_engine
         self._host = host
         self._block_tokens = block_tokens
         self._on_change = on_change
@@ -93,24 +102,23 @@ class SimFleet:
         exact, clock = self._config.prefix_knowledge is PrefixKnowledge.EXACT, lambda: self._kernel.now_s
         watcher = functools.partial(self._change_block, index) if exact else ignore_block
         pool = KvPool(spec.capacity_tokens, self._block_tokens, watcher, clock)
-        made = OverlappedInstance if self._config.host.overlap else SimInstance
-        instance = made(
+        # Who is to come has no token yet, so it is not among those of the place that are at risk.
+        predict = (lambda rows, running: self._predict(rows, view.name if running else "")) if self._reserves else None
+        host = self._config.host
+        made = functools.partial(OverlappedInstance, overhead=host) if host.overlap else SimInstance
+        instance: SimInstance = made(
             self._kernel,
             view,
             costs=self._config.costs_of(spec),
             knobs=self._config.engine,
-            policy=self._policies.engine(spec.profile, self._config.engine),
+            policy=self._make_engine(spec.profile, self._config.engine),
             pool=pool,
+            limits=AnswerLimits(self._config.engine.limit_clip_tokens, predict),
             host=self._host,
         )
         if not exact:
             instance.report.know_cache_by(self.cache)
-        if isinstance(instance, OverlappedInstance):
-            instance.set_host(self._config.host)
         self._tell_steps(instance, spec)
-        if self._config.engine.reserve_by_lengths and not self.lengths.is_blind:
-            # Who is to come has no token yet, so it is not among those of the place that are at risk.
-            instance.reserve_by(lambda rows, running: self._predict(rows, view.name if running else ""))
         self.instances.append(instance)
         self.lives.append(Life(spec, self._kernel.now_s))
         self.view.add(view)

@@ -10,7 +10,7 @@ State: idle, in a prefill pass (``queue.under_way``), or in a segment of decode 
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from pla_sglang.policy.engine_policies import find_reservations
 from pla_sglang.policy.interface.decisions import MeasuredPass, PrefillSample
@@ -21,7 +21,7 @@ from pla_sglang.sim.core.costs import StepCosts
 from pla_sglang.sim.core.decoding import Decoding
 from pla_sglang.sim.core.engine_knobs import EngineKnobs
 from pla_sglang.sim.core.errors import SimError
-from pla_sglang.sim.core.growth import Predict, PredictedLimits
+from pla_sglang.sim.core.growth import AnswerLimits
 from pla_sglang.sim.core.handoff_queue import HandoffQueue
 from pla_sglang.sim.core.instance_view import InstanceReport
 from pla_sglang.sim.core.kernel import Kernel, Priority
@@ -61,6 +61,8 @@ class InstanceEvents(Protocol):
 class SimInstance:
     """A simulated engine. ``view`` is kept up to date; ``host`` is told what happens to requests."""
 
+    share_later: ClassVar[bool] = False  # as of ``PrefillQueue``
+
     def __init__(
         self,
         kernel: Kernel,
@@ -70,13 +72,14 @@ class SimInstance:
         knobs: EngineKnobs,
         policy: EnginePolicy,
         pool: KvPool,
+        limits: AnswerLimits,
         host: InstanceEvents,
     ) -> None:
         self.view = view
         self.pool = pool
         self.costs = costs
-        self.queue = PrefillQueue(view, pool, knobs)
-        self.decoding = Decoding(pool, costs, knobs)
+        self.queue = PrefillQueue(view, pool, knobs, limits, share_later=self.share_later)
+        self.decoding = Decoding(pool, costs, knobs, limits)
         self.incoming = HandoffQueue(
             view,
             pool,
@@ -104,10 +107,6 @@ class SimInstance:
     def measure_passes(self, steps: InstanceSteps) -> None:
         """Fits what its passes take from now on, for ``steps``."""
         self.measured = PassMeasurement(steps)
-
-    def reserve_by(self, predict: Predict) -> None:
-        """Its admission counts what is predicted of answers, from now on."""
-        self.decoding.predicted = self.queue.predicted = PredictedLimits(predict)
 
     def submit(self, request: SimRequest) -> None:
         """``request`` is to be prefilled here."""
@@ -318,7 +317,8 @@ class SimInstance:
         now_s = self._kernel.now_s
         self.decoding.meter.busy.add(done.started_s, now_s)
         if self.measured is not None:
-            batch, context_tokens = self._mixed_in(done)
+            running = self.decoding.running  # they leave and join between passes
+            batch, context_tokens = (len(running), running.context_tokens) if done.mixed else (0, 0)
             self.measured.on_prefill(done, batch, context_tokens, now_s - done.started_s)
         if done.mixed and self.decoding.running.members:
             self._finish_all(self.decoding.stepped(1, now_s))
@@ -329,11 +329,6 @@ class SimInstance:
         for request in complete:
             self._first_token(request)
         self._after_boundary()
-
-    def _mixed_in(self, done: PrefillPass) -> tuple[int, int]:
-        """Decodes of a pass that ends now, and their context as it began; they leave and join between passes."""
-        running = self.decoding.running
-        return (len(running), running.context_tokens) if done.mixed else (0, 0)
 
     def _first_token(self, request: SimRequest) -> None:
         request.done_tokens += 1
