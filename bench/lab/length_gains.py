@@ -219,8 +219,9 @@ def rate_of(load: Workload, limits: str, arm: str, options: argparse.Namespace) 
         OURS.experiment(load.slo, load.profile, limit_tokens=None if limits == STATED else LIMIT_TOKENS),
         instances=INSTANCES,
         lengths=arm,
-        limit_clip_tokens=CLIP_TOKENS if limits == CLIPPED else LIMIT_TOKENS,
-        reserve_by_lengths=arm != NONE,
+        limits=EngineKnobs(
+            limit_clip_tokens=CLIP_TOKENS if limits == CLIPPED else LIMIT_TOKENS, reserve_by_lengths=arm != NONE
+        ),
     )
     low, high = (LADDER.rung_of(rate * INSTANCES / 8) for rate in (load.low_per_s, load.high_per_s))
     search = RungSearch(LADDER.rung_of(options.start[load.name]), low, high)

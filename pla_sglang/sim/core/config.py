@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pla_sglang.common.checks import Range, check_fields, knob, require
+from pla_sglang.common.errors import ConfigError
 from pla_sglang.policy.interface.fleet import InstanceKind, Role
 from pla_sglang.policy.interface.prefill import EnginePolicy, PrefillClass
 from pla_sglang.profiles import StepProfile
 from pla_sglang.sim.core.costs import StepCosts
 from pla_sglang.sim.core.engine_knobs import EngineKnobs
-from pla_sglang.sim.core.errors import SimConfigError
 from pla_sglang.sim.core.host import NO_HOST, HostKnobs
 from pla_sglang.sim.core.kernel import LATEST_S
 from pla_sglang.sim.core.network import NetworkKnobs
@@ -70,7 +70,7 @@ class InstanceSpec:
     def __post_init__(self) -> None:
         check_fields(self, "instance")
         if not self.profile.decode_s(1, 1) > 0:
-            raise SimConfigError(f"profile {self.profile.name} has no decode times; a simulation needs both phases")
+            raise ConfigError(f"profile {self.profile.name} has no decode times; a simulation needs both phases")
 
     @property
     def capacity_tokens(self) -> int:
@@ -132,7 +132,7 @@ class SimConfig:
 
     def __post_init__(self) -> None:
         if not self.fleet:
-            raise SimConfigError("the fleet has zero instances; allowed: at least one")
+            raise ConfigError("the fleet has zero instances; allowed: at least one")
         check_fields(self)
         for row, pause_s in enumerate(self.pauses_s or ()):
             require(f"pause before row {row}, seconds", pause_s, 0, LATEST_S)

@@ -42,6 +42,7 @@ PLAIN_LENGTHS = {"oracle": Oracle, "none": NoPrediction, "survival": SurvivalPre
 LENGTHS = (*PLAIN_LENGTHS, "binned", "noisy:TOKENS")
 SESSIONS = ("closed", "open")
 COUNT = Range(1)
+NO_OTHER_LIMITS = EngineKnobs()
 STOCK_KINDS = {
     Role.MIXED: InstanceKind.UNIFIED,
     Role.PREFILL: InstanceKind.PREFILL,
@@ -162,9 +163,7 @@ class Experiment:
     )
     stateless: bool = True  # ``Setup.stateless``
     migrates: bool = True  # ``Setup.migrates``
-    conservativeness: float = knob(1.0, allowed=Range(0))  # share of SGLang's reserve for answers that grow
-    limit_clip_tokens: int = knob(EngineKnobs.limit_clip_tokens, allowed=COUNT)  # as of ``EngineKnobs``
-    reserve_by_lengths: bool = False  # likewise
+    limits: EngineKnobs = NO_OTHER_LIMITS  # of engines, where no field above says them
     report_interval_s: float = 0.25
     step_error: StepError = NO_ERROR  # of the devices against their profiles
     host: HostKnobs = NO_HOST  # what real hosts add; ``python -m bench fidelity`` measures it
@@ -341,16 +340,13 @@ def run_experiment(experiment: Experiment, trace: Trace, progress: Progress | No
 
 
 def _engine_knobs(experiment: Experiment) -> EngineKnobs:
-    return EngineKnobs(
+    return dataclasses.replace(
+        experiment.limits,
         chunk_tokens=experiment.chunk_tokens,
         slots=experiment.slots,
         mixed=experiment.mixed,
         decode_interval=experiment.decode_interval,
         answers=experiment.answers,
-        growth_start=min(1.0, experiment.conservativeness * EngineKnobs.growth_start),
-        growth_least=min(1.0, experiment.conservativeness * EngineKnobs.growth_least),
-        limit_clip_tokens=experiment.limit_clip_tokens,
-        reserve_by_lengths=experiment.reserve_by_lengths,
     )
 
 

@@ -12,13 +12,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pla_sglang.common.errors import ConfigError
 from pla_sglang.policy.common.plan_log import PlanLog
 from pla_sglang.policy.interface.decisions import PolicySet
 from pla_sglang.policy.interface.remaining_length import NoPrediction, RemainingPredictor
 from pla_sglang.sim.core.closed import ClosedLoop, session_loop
 from pla_sglang.sim.core.cluster import Cluster
 from pla_sglang.sim.core.config import MakeEngine, SimConfig
-from pla_sglang.sim.core.errors import SimConfigError, SimError
+from pla_sglang.sim.core.errors import SimError
 from pla_sglang.sim.core.idle import IdleTime
 from pla_sglang.sim.core.kernel import Kernel, Priority
 from pla_sglang.sim.core.plan_watch import PlanWatch
@@ -96,7 +97,7 @@ class Simulation:
 
     Raises:
         TraceError: the trace is empty.
-        SimConfigError: the trace has not as many rows as pauses.
+        ConfigError: the trace has not as many rows as pauses.
     """
 
     def __init__(
@@ -109,7 +110,7 @@ class Simulation:
     ) -> None:
         trace.require_requests()
         if config.pauses_s is not None and len(config.pauses_s) != len(trace):
-            raise SimConfigError(f"{len(config.pauses_s)} pauses; allowed: one for each of the {len(trace)} rows")
+            raise ConfigError(f"{len(config.pauses_s)} pauses; allowed: one for each of the {len(trace)} rows")
         self.kernel = Kernel()
         self.config = config
         self._loop, self._pauses_s = None, config.pauses_s
@@ -158,7 +159,7 @@ class Simulation:
         kernel.at(0.0, Priority.TICK, self._report, 0)
         for number, controller in enumerate(self._controllers):
             if not controller.interval_s > 0:
-                raise SimConfigError(f"interval_s of {type(controller).__name__} is {controller.interval_s}; above 0")
+                raise ConfigError(f"interval_s of {type(controller).__name__} is {controller.interval_s}; above 0")
             kernel.at(controller.interval_s, Priority.TICK, self._control, number)
 
     def run(self, progress: Progress | None = None) -> RunResult:
