@@ -26,8 +26,8 @@ class Decoding:
         self.segment: Segment | None = None
         self.start_s = 0.0  # of the open segment
         self.cut_at = 0  # steps after which it ends
-        self._pool = pool
-        self._costs = costs
+        self.pool = pool
+        self.costs = costs
         self._limits = limits
 
     # -- a segment -----------------------------------------------------------------------------------------------------
@@ -42,10 +42,10 @@ class Decoding:
         """
         running = self.running
         batch = len(running)
-        room = (self._pool.available_tokens - reserved_tokens) // batch
+        room = (self.pool.available_tokens - reserved_tokens) // batch
         steps = min(running.steps_to_end(), max(1, room))
         steps = steps if steps_most is None else min(steps, steps_most)
-        segment = self._costs.segment(batch, running.context_tokens, steps)
+        segment = self.costs.segment(batch, running.context_tokens, steps)
         self.segment, self.start_s = segment, now_s
         self.cut_at = segment.steps
         if release_s is not None:
@@ -86,7 +86,7 @@ class Decoding:
     def stepped(self, steps: int, ended_s: float) -> list[SimRequest]:
         """The running requests have got ``steps`` tokens each, the last at ``ended_s``."""
         running = self.running
-        self._pool.take(steps * len(running))
+        self.pool.take(steps * len(running))
         running.advance(steps)
         self.growth.on_steps(steps)
         self.meter.steps(steps, ended_s)
@@ -113,7 +113,7 @@ class Decoding:
 
         Then even the last one may have to go: KV that waits to be sent elsewhere, or is on its way here, stays.
         """
-        return len(self.running) > 0 and self._pool.available_tokens - reserved_tokens < len(self.running)
+        return len(self.running) > 0 and self.pool.available_tokens - reserved_tokens < len(self.running)
 
     def retract(self) -> SimRequest:
         """Takes out whom SGLang retracts first; what it holds is the caller's to free."""

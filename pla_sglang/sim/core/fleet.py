@@ -23,11 +23,13 @@ from pla_sglang.policy.interface.remaining_length import (
 )
 from pla_sglang.policy.measured_steps import InstanceSteps
 from pla_sglang.sim.core.config import InstanceSpec, KnownSteps, MakeEngine, PrefixKnowledge, RoleSwitch, SimConfig
+from pla_sglang.sim.core.decoding import Decoding
 from pla_sglang.sim.core.growth import AnswerLimits
 from pla_sglang.sim.core.instance import InstanceEvents, SimInstance
 from pla_sglang.sim.core.kernel import Kernel, Priority
 from pla_sglang.sim.core.overlap import OverlappedInstance
 from pla_sglang.sim.core.pool import KvPool, ignore_block
+from pla_sglang.sim.core.prefill import PrefillQueue
 from pla_sglang.sim.core.request import SimRequest, SimStage
 
 _ROLE_SWITCH_END = {InstanceKind.PREFILL: InstanceKind.DECODE, InstanceKind.DECODE: InstanceKind.PREFILL}
@@ -104,16 +106,18 @@ class SimFleet:
         pool = KvPool(spec.capacity_tokens, self._block_tokens, watcher, clock)
         # Who is to come has no token yet, so it is not among those of the place that are at risk.
         predict = (lambda rows, running: self._predict(rows, view.name if running else "")) if self._reserves else None
-        host = self._config.host
-        made = functools.partial(OverlappedInstance, overhead=host) if host.overlap else SimInstance
-        instance: SimInstance = made(
+        knobs, overhead = self._config.engine, self._config.host
+        limits = AnswerLimits(knobs.limit_clip_tokens, predict)
+        made: Callable[..., SimInstance] = SimInstance
+        if overhead.overlap:
+            made = functools.partial(OverlappedInstance, overhead=overhead)
+        instance = made(
             self._kernel,
             view,
-            costs=self._config.costs_of(spec),
-            knobs=self._config.engine,
-            policy=self._make_engine(spec.profile, self._config.engine),
-            pool=pool,
-            limits=AnswerLimits(self._config.engine.limit_clip_tokens, predict),
+            queue=PrefillQueue(view, pool, knobs, limits, share_later=overhead.overlap),
+            decoding=Decoding(pool, self._config.costs_of(spec), knobs, limits),
+            knobs=knobs,
+            policy=self._make_engine(spec.profile, knobs),
             host=self._host,
         )
         if not exact:

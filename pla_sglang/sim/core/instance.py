@@ -10,23 +10,20 @@ State: idle, in a prefill pass (``queue.under_way``), or in a segment of decode 
 
 from __future__ import annotations
 
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 from pla_sglang.policy.engine_policies import find_reservations
 from pla_sglang.policy.interface.decisions import MeasuredPass, PrefillSample
 from pla_sglang.policy.interface.fleet import InstanceView
 from pla_sglang.policy.interface.prefill import Action, EnginePolicy, PassView
 from pla_sglang.policy.measured_steps import InstanceSteps
-from pla_sglang.sim.core.costs import StepCosts
 from pla_sglang.sim.core.decoding import Decoding
 from pla_sglang.sim.core.engine_knobs import EngineKnobs
 from pla_sglang.sim.core.errors import SimError
-from pla_sglang.sim.core.growth import AnswerLimits
 from pla_sglang.sim.core.handoff_queue import HandoffQueue
 from pla_sglang.sim.core.instance_view import InstanceReport
 from pla_sglang.sim.core.kernel import Kernel, Priority
 from pla_sglang.sim.core.measured import PassMeasurement
-from pla_sglang.sim.core.pool import KvPool
 from pla_sglang.sim.core.prefill import PrefillPass, PrefillQueue
 from pla_sglang.sim.core.request import SimRequest, SimStage
 
@@ -61,35 +58,32 @@ class InstanceEvents(Protocol):
 class SimInstance:
     """A simulated engine. ``view`` is kept up to date; ``host`` is told what happens to requests."""
 
-    share_later: ClassVar[bool] = False  # as of ``PrefillQueue``
-
     def __init__(
         self,
         kernel: Kernel,
         view: InstanceView,
         *,
-        costs: StepCosts,
+        queue: PrefillQueue,
+        decoding: Decoding,
         knobs: EngineKnobs,
         policy: EnginePolicy,
-        pool: KvPool,
-        limits: AnswerLimits,
         host: InstanceEvents,
     ) -> None:
         self.view = view
-        self.pool = pool
-        self.costs = costs
-        self.queue = PrefillQueue(view, pool, knobs, limits, share_later=self.share_later)
-        self.decoding = Decoding(pool, costs, knobs, limits)
+        self.pool = decoding.pool
+        self.costs = decoding.costs
+        self.queue = queue
+        self.decoding = decoding
         self.incoming = HandoffQueue(
             view,
-            pool,
+            self.pool,
             self.decoding,
             self.queue,
             knobs,
             find_reservations(policy),
             lambda reason: host.on_pass_reason(f"room.{reason.value}"),
         )
-        self.report = InstanceReport(view, self.queue, self.decoding, pool)
+        self.report = InstanceReport(view, queue, decoding, self.pool)
         self.alive = True
         self.measured: PassMeasurement | None = None  # None: nobody asks what its passes take
         self._policy = policy

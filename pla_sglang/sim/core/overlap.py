@@ -24,8 +24,6 @@ ALWAYS_S = -math.inf
 class OverlappedInstance(SimInstance):
     """A ``SimInstance`` with a host of its own, which adds ``overhead``."""
 
-    share_later = True
-
     def __init__(self, *args: Any, overhead: HostKnobs, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._overhead = overhead
