@@ -14,7 +14,6 @@ from pla_sglang.policy.interface.remaining_length import NoPrediction, Remaining
 from pla_sglang.sim.core.config import InstanceSpec, MakeEngine, SimConfig
 from pla_sglang.sim.core.engine_knobs import EngineKnobs
 from pla_sglang.sim.core.experiment import engine_policy
-from pla_sglang.sim.core.network import NetworkKnobs
 from pla_sglang.sim.core.simulation import RunResult, Simulation
 from pla_sglang.sim.metrics.goodput import Served, Slo, quantile
 from pla_sglang.sim.workload import Trace
@@ -40,8 +39,12 @@ class World:
     config: Mapping[str, object] = dataclasses.field(default_factory=dict)
 
     def simulation(self, trace: Trace) -> Simulation:
-        network = NetworkKnobs(self.bandwidth_bytes_per_s)
-        config = SimConfig(self.fleet, engine=self.knobs, network=network, **self.config)  # type: ignore[arg-type]
+        config = SimConfig(
+            self.fleet,
+            engine=self.knobs,
+            bandwidth_bytes_per_s=self.bandwidth_bytes_per_s,
+            **self.config,  # type: ignore[arg-type]
+        )
         engine = functools.partial(engine_policy, self.engine) if isinstance(self.engine, str) else self.engine
         policy = PolicySet("world", self.dispatcher, tuple(self.controllers))
         return Simulation(trace, config, policy, engine, self.lengths)

@@ -16,6 +16,7 @@ from pla_sglang.policy.pla.awd import AwdKnobs
 from pla_sglang.policy.pla.long_prompts import LongKnobs
 from pla_sglang.policy.pla.temporal import TemporalKnobs, TemporalPolicy
 from pla_sglang.profiles import load_profile
+from pla_sglang.sim.core import prefill
 from pla_sglang.sim.core.config import InstanceSpec, MakeEngine, SimConfig
 from pla_sglang.sim.core.costs import Segment, StepCosts
 from pla_sglang.sim.core.engine_knobs import EngineKnobs
@@ -132,10 +133,11 @@ class LastFirst(Fcfs):
         return PassDecision(Action.SHORT, PassReason.ORDER, tuple(view.waiting[-1:]))
 
 
-def test_a_request_beyond_the_match_window_is_matched_when_it_is_added() -> None:
+def test_a_request_beyond_the_match_window_is_matched_when_it_is_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefill, "MATCH_WINDOW", 1)
     ids = ((1, 2), (1, 2, 3), (1, 2, 4))
     rows = trace((0.0, 130, 1), (0.05, 200, 1), (0.05, 200, 1), hash_ids=ids, block_tokens=64)
-    result = run(rows, policy=LastFirst, engine=EngineKnobs(match_window=1))
+    result = run(rows, policy=LastFirst)
     assert result.served.ttft_s().tolist() == pytest.approx([0.13, 0.08 + 2 * 0.072, 0.08 + 0.072])
     assert result.hit_tokens.tolist() == [0, 128, 128]
     assert result.predicted_hit_tokens.tolist() == [0, 0, 0], "nothing was computed yet when they were sent"

@@ -29,6 +29,9 @@ from pla_sglang.sim.core.network import Network
 from pla_sglang.sim.core.request import SimRequest, SimStage
 from pla_sglang.sim.workload.trace import Trace
 
+# So long a request waits for room at its target; then its KV is given up and computed anew there.
+HANDOFF_WAIT_S = 30.0
+
 
 class Cluster(Effects):
     """Requests, instances and the network between them.
@@ -51,7 +54,7 @@ class Cluster(Effects):
         on_closed: Callable[[SimRequest], None] | None = None,
     ) -> None:
         self.ledger = RequestCounts(len(trace))
-        self.network = Network(config.network)
+        self.network = Network(config.bandwidth_bytes_per_s)
         self.pass_reasons: Counter[str] = Counter()  # engine decisions
         self.counts: Counter[str] = Counter()
         self._on_closed = on_closed
@@ -130,7 +133,7 @@ class Cluster(Effects):
         request.epoch += 1
         event, now_s = (request, request.epoch), self._kernel.now_s
         self._kernel.at(now_s + self._config.host.front_s, Priority.ARRIVAL, self._reserve, event)
-        self._kernel.at(now_s + self._config.handoff_wait_s, Priority.END, self._end_handshake, event)
+        self._kernel.at(now_s + HANDOFF_WAIT_S, Priority.END, self._end_handshake, event)
 
     def _reserve(self, event: tuple[SimRequest, int]) -> None:
         request, epoch = event
@@ -183,7 +186,7 @@ class Cluster(Effects):
         target.reserve(request)
         if not request.reserved:
             request.epoch += 1
-            at_s = self._kernel.now_s + self._config.handoff_wait_s
+            at_s = self._kernel.now_s + HANDOFF_WAIT_S
             self._kernel.at(at_s, Priority.END, self._waited, (request, request.epoch))
 
     def _waited(self, event: tuple[SimRequest, int]) -> None:

@@ -30,7 +30,6 @@ from pla_sglang.profiles.scaled import NO_ERROR, StepError
 from pla_sglang.sim.core.config import InstanceSpec, KnownSteps, PrefixKnowledge, RoleSwitch, SimConfig
 from pla_sglang.sim.core.engine_knobs import AnswerCaching, EngineKnobs
 from pla_sglang.sim.core.host import NO_HOST, HostKnobs
-from pla_sglang.sim.core.network import NetworkKnobs
 from pla_sglang.sim.core.simulation import Progress, RunResult, Simulation
 from pla_sglang.sim.metrics.goodput import Capacity, Goodput, Slo, find_capacity, goodput
 from pla_sglang.sim.workload.trace import Trace
@@ -55,7 +54,7 @@ class Experiment:
     """What to run. Everything but the trace, which is large and shared by many.
 
     ``chunk_tokens``, ``mixed``, ``slots``, ``answers``, ``kv_capacity_tokens``, ``bandwidth_bytes_per_s``, ``flip``,
-    ``startup_s``: see ``EngineKnobs``, ``InstanceSpec``, ``NetworkKnobs`` and ``SimConfig``. ``lengths`` "binned" has
+    ``startup_s``: see ``EngineKnobs``, ``InstanceSpec`` and ``SimConfig``. ``lengths`` "binned" has
     STAR's bins of section 6.5, 6 of them unless "binned:N" says 2 or 4; the TOKENS of "noisy" are a mean absolute
     error.
     """
@@ -315,7 +314,7 @@ def run_experiment(experiment: Experiment, trace: Trace, progress: Progress | No
     config = SimConfig(
         _fleet(experiment, chosen),
         engine=_engine_knobs(experiment),
-        network=NetworkKnobs(experiment.bandwidth_bytes_per_s),
+        bandwidth_bytes_per_s=experiment.bandwidth_bytes_per_s,
         flip=experiment.flip,
         startup_s=experiment.startup_s,
         output_limit_tokens=experiment.output_limit_tokens,

@@ -46,7 +46,7 @@ class Life:
     def gpu_s(self, until_s: float) -> float:
         """GPU seconds up to ``until_s``."""
         end_s = until_s if self.end_s is None else min(self.end_s, until_s)
-        return max(0.0, end_s - self.start_s) * self.spec.gpus
+        return max(0.0, end_s - self.start_s) * self.spec.profile.gpus
 
 
 class SimFleet:
@@ -96,7 +96,7 @@ class SimFleet:
             state=state,
             length_class=spec.length_class,
             kv_capacity_tokens=spec.capacity_tokens,
-            tensor_parallel=spec.gpus,
+            tensor_parallel=spec.profile.gpus,
             chunk_max_tokens=self._config.engine.chunk_tokens,
             profile=spec.profile.name,
             since_s=self._kernel.now_s,

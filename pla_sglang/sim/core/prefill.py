@@ -17,6 +17,8 @@ from pla_sglang.sim.core.growth import AnswerLimits
 from pla_sglang.sim.core.pool import KvPool
 from pla_sglang.sim.core.request import SimRequest
 
+MATCH_WINDOW = 64  # waiting requests, from the head, whose prefix match is kept fresh
+
 
 @dataclasses.dataclass(slots=True)
 class PrefillPass:
@@ -108,7 +110,7 @@ class PrefillQueue:
     def refresh(self) -> None:
         """Prefix matches of the queue's head, where blocks have come or gone since."""
         version = self._pool.version
-        for view in self.waiting[: self._knobs.match_window]:
+        for view in self.waiting[:MATCH_WINDOW]:
             request = request_of(view)
             if request.hash_ids and request.match_version != version:
                 self._match_again(request)

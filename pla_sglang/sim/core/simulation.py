@@ -243,7 +243,7 @@ class Simulation:
         by_s = self._idle.leave_out(now_s, now_s - self._active[1], self.kernel.next_s(Priority.TICK) - now_s)
         if by_s:
             self.kernel.hasten(Priority.TICK, by_s)
-            self._idle_gpu_s += by_s * sum(life.spec.gpus for life in lives if life.end_s is None)
+            self._idle_gpu_s += by_s * sum(life.spec.profile.gpus for life in lives if life.end_s is None)
 
     def _control(self, number: int) -> None:
         before = self._plans.count()
