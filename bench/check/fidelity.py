@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from bench.check.live_case import LiveCase, list_grid
 from bench.harness import cli, fidelity, report
 from bench.harness.bench import Result, measuring
 from bench.harness.figures import panels
@@ -28,7 +29,6 @@ from bench.harness.replay import Planned
 from bench.harness.steps import Row, Steps
 from pla_sglang.sim import chain
 from pla_sglang.sim.core.experiment import Experiment
-from pla_sglang.sim.core.live_case import LiveCase, list_grid
 from pla_sglang.sim.workload import Trace
 
 DEFAULT_CASES = (

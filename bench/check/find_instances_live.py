@@ -20,16 +20,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bench.check.fidelity import DRAIN_S, Options, add_live_arguments, start_engines
+from bench.check.live_case import ENGINE_FLAGS, LiveCase
 from bench.harness import cli, fidelity, report
 from bench.harness.bench import Result, measuring
 from bench.harness.live_fleet import SLOTS, is_valid
 from bench.harness.steps import NoStepError, Row, Steps
 from pla_sglang.common.errors import ConfigError
 from pla_sglang.policy_packages import find_policy
-from pla_sglang.sim.core.fleet_arms import ROUTERS
-from pla_sglang.sim.core.live_case import ENGINE_FLAGS, LiveCase
 from pla_sglang.sim.metrics.goodput import goodput
-from pla_sglang.sim.planning.forms import parse_form
+from pla_sglang.sim.planning.forms import ROUTERS, parse_form
 from pla_sglang.sim.planning.plan import plan_form
 from pla_sglang.sim.planning.result import FleetRow, SizeTried
 from pla_sglang.sim.planning.task import PlanTask

@@ -19,12 +19,12 @@ from typing import Any
 
 from bench.check.fidelity import DRAIN_S, Options, add_live_arguments, start_engines
 from bench.check.find_instances_live import key_of, live_case
+from bench.check.live_case import LiveCase
 from bench.harness import cli, report
 from bench.harness.bench import Result, measuring
 from bench.harness.live_fleet import is_valid
 from bench.harness.steps import NoStepError, Row, Steps
 from pla_sglang.common.errors import ConfigError
-from pla_sglang.sim.core.live_case import LiveCase
 from pla_sglang.sim.metrics.goodput import Slo
 from pla_sglang.sim.planning.recorded import read_run
 from pla_sglang.sim.planning.what_if import FIGURES, experiment_of, figures_of, predict, replay_recorded

@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 
 from bench.harness.steps import Row
+from bench.lab.fleet_arms import ORDERS, FleetArm
 from bench.lab.named_workloads import Workload, workload
 from pla_sglang.sim.core.experiment import ExperimentResult
-from pla_sglang.sim.core.fleet_arms import ORDERS, FleetArm
 from pla_sglang.sim.workload import AgenticKnobs, Trace
 
 NAME = "agentic"  # of the workload

@@ -38,11 +38,11 @@ from bench.lab.agent_sessions import (
     sessions_of,
 )
 from bench.lab.cells import CellRunner, data_folder
+from bench.lab.fleet_arms import INSTANCES, OURS, FleetArm, client_limit_tokens
 from bench.lab.halving import Ladder, Place, race_arms, search_rungs
 from pla_sglang.common.checks import require
 from pla_sglang.sim.core.errors import SimError
 from pla_sglang.sim.core.experiment import run_experiment
-from pla_sglang.sim.core.fleet_arms import INSTANCES, OURS, FleetArm, client_limit_tokens
 from pla_sglang.sim.metrics.goodput import LEAST_SPAN_S
 
 TARGETS = (0.9, 0.95, 0.99)

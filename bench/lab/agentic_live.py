@@ -27,6 +27,7 @@ from bench.lab import agent_sessions
 from bench.lab.agent_sessions import HIT_ERROR, HIT_RATE, JOB_P50_S, STOCK_ARMS, figures_of, sessions_of
 from bench.lab.best_stock import finite
 from bench.lab.cells import data_folder
+from bench.lab.fleet_arms import INSTANCES, OURS
 from bench.lab.highest_rate import SETTINGS, Contest, LiveArm, Options, ratio_of
 from bench.lab.named_workloads import Workload
 from bench.lab.startable import choose_startable
@@ -35,7 +36,6 @@ from pla_sglang.common.errors import ConfigError
 from pla_sglang.sim.core.config import PrefixKnowledge
 from pla_sglang.sim.core.engine_knobs import AnswerCaching
 from pla_sglang.sim.core.experiment import Experiment, ExperimentResult, run_experiment
-from pla_sglang.sim.core.fleet_arms import INSTANCES, OURS
 from pla_sglang.sim.metrics.goodput import LEAST_SPAN_S, goodput
 from pla_sglang.sim.workload import AgenticKnobs, Trace
 

@@ -38,6 +38,8 @@ from bench.harness.steps import Row, Steps
 from bench.harness.workload import LONG_ANSWERS, LONG_PROMPTS
 from bench.lab import highest_rate
 from bench.lab.best_stock_live import load_workload
+from bench.lab.fleet_arms import ARROW as ARROW_FLEET
+from bench.lab.fleet_arms import CHUNKS_TOKENS, OURS, FleetArm
 from bench.lab.highest_rate import (
     PAIRS,
     SETTINGS,
@@ -54,8 +56,6 @@ from bench.lab.named_workloads import Workload
 from bench.lab.startable import choose_startable
 from pla_sglang.common.errors import ConfigError
 from pla_sglang.fleet.cluster.spec import ROUTER_MODULES
-from pla_sglang.sim.core.fleet_arms import ARROW as ARROW_FLEET
-from pla_sglang.sim.core.fleet_arms import CHUNKS_TOKENS, OURS, FleetArm
 from pla_sglang.sim.metrics.goodput import Slo
 from pla_sglang.sim.workload import Trace
 

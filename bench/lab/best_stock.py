@@ -2,7 +2,7 @@
 
 In the simulator, 8 instances: the highest rate at which 90 % and 99 % of the requests meet both targets. Stock: unified
 engines with every size of chunks, mixed or not, with decode steps between prefill passes or not, and every static
-split, each with every order and router (``sim/fleet_arms.py``). Ours: ``combined`` before temporal engines whose
+split, each with every order and router (``fleet_arms.py``). Ours: ``combined`` before temporal engines whose
 decodes ride and whose deadlines decide. Neither side knows how long an answer will be.
 ``--sweep`` finds the best arms by successive halving (``stock_search.py``), with a coarse answer for every workload
 after its first round; with ``--go-on`` it begins where the sweep that ``--frontier`` holds was stopped. Without it the
@@ -33,7 +33,9 @@ from bench.harness.report import Cells, emit, environment, markdown, number, say
 from bench.harness.steps import NoStepError, Row
 from bench.lab import cells
 from bench.lab.cells import CellRunner, data_folder
+from bench.lab.fleet_arms import INSTANCES, OURS, ROUTERS, FleetArm, client_limit_tokens, stock_arms
 from bench.lab.named_workloads import WORKLOADS, Workload, available, workload
+from bench.lab.rate_bounds import offered_over_capacity, upper_bound_over_span
 from bench.lab.stock_frontier import (
     AT_LIMITS,
     OURS_AT_OWN,
@@ -58,8 +60,6 @@ from pla_sglang.common.errors import ConfigError
 from pla_sglang.profiles import load_profile
 from pla_sglang.sim.core.errors import SimError
 from pla_sglang.sim.core.experiment import run_experiment
-from pla_sglang.sim.core.fleet_arms import INSTANCES, OURS, ROUTERS, FleetArm, client_limit_tokens, stock_arms
-from pla_sglang.sim.core.upper_bound import offered_over_capacity, upper_bound_over_span
 from pla_sglang.sim.metrics.goodput import LEAST_SPAN_S, late_share
 from pla_sglang.sim.workload import Trace
 

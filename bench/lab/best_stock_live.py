@@ -26,11 +26,11 @@ from bench.harness.bench import Result, measuring
 from bench.harness.steps import Row, Steps
 from bench.lab import highest_rate
 from bench.lab.cells import data_folder
+from bench.lab.fleet_arms import INSTANCES, OURS, read_arm
 from bench.lab.highest_rate import SETTINGS, Contest, Course, LiveArm, Options, rate_key, ratio_of, table
 from bench.lab.named_workloads import Workload, workload
 from bench.lab.startable import choose_startable
 from pla_sglang.common.checks import require
-from pla_sglang.sim.core.fleet_arms import INSTANCES, OURS, read_arm
 
 ANSWER_TOKENS = {"hol": 100}  # of workloads whose own answers are too short to have decodes beside prefills
 STOCK, OUR = "stock", "ours"

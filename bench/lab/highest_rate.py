@@ -19,10 +19,10 @@ from bench.harness.bench import Result
 from bench.harness.figures import COLOURS, STOCK_COLOUR, draw_bars, panels
 from bench.harness.live_fleet import SLOTS, LiveFleet, is_valid, running_fleet
 from bench.harness.steps import NoStepError, Row, Steps
+from bench.lab.fleet_arms import STOCK_ORDER, FleetArm
 from bench.lab.halving import Ladder, RungSearch, search_rungs
 from bench.lab.named_workloads import Workload
 from pla_sglang.sim.core.experiment import TEMPORAL, Experiment, run_experiment
-from pla_sglang.sim.core.fleet_arms import STOCK_ORDER, FleetArm
 from pla_sglang.sim.core.host import NO_HOST, HostKnobs
 from pla_sglang.sim.metrics.goodput import Goodput, goodput
 from pla_sglang.sim.workload import Trace

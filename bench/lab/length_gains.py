@@ -37,6 +37,7 @@ from bench.harness.bench import Result, measuring
 from bench.harness.figures import draw_bars, panels
 from bench.harness.report import Cells, emit, environment, markdown, progress_bar, show
 from bench.lab.cells import data_folder
+from bench.lab.fleet_arms import OURS
 from bench.lab.halving import Ladder, RungSearch
 from bench.lab.lengths import Answers, figures_of
 from bench.lab.load_to_come import LeastLoadToCome
@@ -53,7 +54,6 @@ from pla_sglang.profiles import load_profile
 from pla_sglang.sim.core.config import InstanceSpec
 from pla_sglang.sim.core.engine_knobs import EngineKnobs
 from pla_sglang.sim.core.experiment import length_predictor, run_experiment
-from pla_sglang.sim.core.fleet_arms import OURS
 from pla_sglang.sim.core.simulation import RunResult
 from pla_sglang.sim.metrics.goodput import Slo, goodput, quantile
 from pla_sglang.sim.workload import Trace, length_model
@@ -219,8 +219,9 @@ def rate_of(load: Workload, limits: str, arm: str, options: argparse.Namespace) 
         OURS.experiment(load.slo, load.profile, limit_tokens=None if limits == STATED else LIMIT_TOKENS),
         instances=INSTANCES,
         lengths=arm,
-        limit_clip_tokens=CLIP_TOKENS if limits == CLIPPED else LIMIT_TOKENS,
-        reserve_by_lengths=arm != NONE,
+        limits=EngineKnobs(
+            limit_clip_tokens=CLIP_TOKENS if limits == CLIPPED else LIMIT_TOKENS, reserve_by_lengths=arm != NONE
+        ),
     )
     low, high = (LADDER.rung_of(rate * INSTANCES / 8) for rate in (load.low_per_s, load.high_per_s))
     search = RungSearch(LADDER.rung_of(options.start[load.name]), low, high)

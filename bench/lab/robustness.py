@@ -1,7 +1,7 @@
 """What each tuned constant decides: halved and doubled, one at a time, the share in target of every named workload.
 
 In the simulator, 8 instances in the default form: ``combined`` before temporal engines whose deadlines decide (``OURS``
-of ``sim/core/fleet_arms.py``). The rate is that of stock's best arm at 90 % in target, or one of ``RATES_PER_S``. The
+of ``fleet_arms.py``). The rate is that of stock's best arm at 90 % in target, or one of ``RATES_PER_S``. The
 constants are all numbers that ``--policy-knob`` and ``--engine-knob`` take, and ``--move-gain``. Of factors, which do
 nothing at 1, what is above 1 is halved and doubled. A value that is not allowed is replaced by the nearest that is.
 
@@ -28,6 +28,7 @@ from bench.harness.steps import NoStepError, Row
 from bench.lab import cells
 from bench.lab.best_stock import FRONTIER
 from bench.lab.cells import CellRunner, data_folder
+from bench.lab.fleet_arms import INSTANCES, OURS, client_limit_tokens
 from bench.lab.named_workloads import available, workload
 from pla_sglang.common.checks import Declared, Range, declared_fields, knobs_of_parts, plain, require
 from pla_sglang.common.errors import ConfigError
@@ -37,7 +38,6 @@ from pla_sglang.policy_packages import find_policy
 from pla_sglang.sim.core.engine_knobs import EngineKnobs
 from pla_sglang.sim.core.errors import SimError
 from pla_sglang.sim.core.experiment import Experiment, engine_policy_knobs, run_experiment
-from pla_sglang.sim.core.fleet_arms import INSTANCES, OURS, client_limit_tokens
 from pla_sglang.sim.workload import Trace
 
 RATES_PER_S = {"azure_code_tight": 100.0, "mooncake_70b": 4.5, "azure_conv_eager": 45.0, "agentic": 1.0}

@@ -45,6 +45,7 @@ from bench.harness.steps import Row, Steps
 from pla_sglang.common.checks import require
 from pla_sglang.common.errors import ConfigError
 from pla_sglang.profiles.load import load_profile
+from pla_sglang.sim.core.engine_knobs import EngineKnobs
 from pla_sglang.sim.core.experiment import Experiment, run_experiment
 from pla_sglang.sim.metrics.goodput import Slo, quantile
 from pla_sglang.sim.workload import Arrivals, Trace, generated_trace, length_model
@@ -138,7 +139,10 @@ def simulate(arm: Arm, trace: Trace, options: Options) -> Row:
         bandwidth_bytes_per_s=options.kv_gbps * 1e9 / 8,
         output_limit_tokens=limit_of(options),
         migrates=arm.moves != NONE,
-        conservativeness=options.reserve,
+        limits=EngineKnobs(
+            growth_start=min(1.0, options.reserve * EngineKnobs.growth_start),
+            growth_least=min(1.0, options.reserve * EngineKnobs.growth_least),
+        ),
         report_interval_s=0.02,  # live engines report each change
     )
     result = run_experiment(experiment, trace).result

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 
 from bench.harness import report
 from bench.harness.arms import ORDER, has_order
+from bench.lab.fleet_arms import CHUNKS_TOKENS, ORDERS, FleetArm
 from bench.lab.halving import race_arms
 from bench.lab.highest_rate import Contest, LiveArm, Options
 from bench.lab.named_workloads import Workload
 from pla_sglang.sim.core.experiment import run_experiment
-from pla_sglang.sim.core.fleet_arms import CHUNKS_TOKENS, ORDERS, FleetArm
 
 ROUTERS = ("least-tokens", "cache-aware")
 KEEP, RACE_STEP = 4, 1.25  # arms that are left after a race over shorter runs, and from one rate of it to the next

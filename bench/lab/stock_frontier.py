@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.lab.fleet_arms import FleetArm, read_arm
 from bench.lab.stock_search import HeldRate
 from pla_sglang.common.errors import ConfigError
 from pla_sglang.common.reading import read_json
-from pla_sglang.sim.core.fleet_arms import FleetArm, read_arm
 from pla_sglang.sim.metrics.goodput import LEAST_SPAN_S
 
 STOCK, OURS_AT_STOCK, OURS_AT_OWN = AT_LIMITS = ("stock", "ours_at_stock", "ours")  # the last at our own rate

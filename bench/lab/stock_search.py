@@ -23,9 +23,9 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+from bench.lab.fleet_arms import OURS, FleetArm
 from bench.lab.halving import Ladder, Measure, race_arms, search_rungs
 from pla_sglang.common.checks import Range, check_fields, knob
-from pla_sglang.sim.core.fleet_arms import OURS, FleetArm
 
 TARGETS = (0.9, 0.99)
 LOWEST_PER_S = 0.05  # a workload whose targets no arm keeps at this rate has no limit

@@ -21,12 +21,12 @@ from bench.harness.steps import NoStepError, Row
 from bench.lab import cells
 from bench.lab.best_stock import ATTAINMENT, FRONTIER, LATE, LATE_TIMES, TTFT_P99_S, finite, part_of, worse_of
 from bench.lab.cells import data_folder
+from bench.lab.fleet_arms import INSTANCES, OURS, FleetArm, client_limit_tokens
 from bench.lab.named_workloads import available
 from bench.lab.stock_frontier import STOCK, Limit, read_limits
 from pla_sglang.common.errors import ConfigError
 from pla_sglang.sim.core.errors import SimError
 from pla_sglang.sim.core.experiment import run_experiment
-from pla_sglang.sim.core.fleet_arms import INSTANCES, OURS, FleetArm, client_limit_tokens
 from pla_sglang.sim.metrics.goodput import late_share
 
 FIGURES = (ATTAINMENT, TTFT_P99_S, LATE)

@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from pla_sglang.policy.interface.decisions import Controller, Dispatcher
-from pla_sglang.policy.interface.prefill import EnginePolicy
+from pla_sglang.policy.interface.decisions import Controller, Dispatcher, PolicySet
 from pla_sglang.policy.interface.remaining_length import NoPrediction, RemainingPredictor
-from pla_sglang.profiles import StepProfile
-from pla_sglang.sim.core.config import InstanceSpec, Policies, SimConfig
+from pla_sglang.sim.core.config import InstanceSpec, MakeEngine, SimConfig
 from pla_sglang.sim.core.engine_knobs import EngineKnobs
 from pla_sglang.sim.core.experiment import engine_policy
-from pla_sglang.sim.core.network import NetworkKnobs
 from pla_sglang.sim.core.simulation import RunResult, Simulation
 from pla_sglang.sim.metrics.goodput import Served, Slo, quantile
 from pla_sglang.sim.workload import Trace
-
-MakeEngine = Callable[[StepProfile, EngineKnobs], EnginePolicy]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +25,7 @@ class World:
 
     Attributes:
         engine: the name of an order, or what makes the policy of one engine.
-        lengths: as in ``Policies``.
+        lengths: as of ``Simulation``.
         config: fields of ``SimConfig`` beyond fleet, engine limits and network.
     """
 
@@ -44,11 +39,15 @@ class World:
     config: Mapping[str, object] = dataclasses.field(default_factory=dict)
 
     def simulation(self, trace: Trace) -> Simulation:
-        network = NetworkKnobs(self.bandwidth_bytes_per_s)
-        config = SimConfig(self.fleet, engine=self.knobs, network=network, **self.config)  # type: ignore[arg-type]
+        config = SimConfig(
+            self.fleet,
+            engine=self.knobs,
+            bandwidth_bytes_per_s=self.bandwidth_bytes_per_s,
+            **self.config,  # type: ignore[arg-type]
+        )
         engine = functools.partial(engine_policy, self.engine) if isinstance(self.engine, str) else self.engine
-        policies = Policies(self.dispatcher, engine, self.controllers, lengths=self.lengths)
-        return Simulation(trace, config, policies)
+        policy = PolicySet("world", self.dispatcher, tuple(self.controllers))
+        return Simulation(trace, config, policy, engine, self.lengths)
 
     def run(self, trace: Trace) -> RunResult:
         return self.simulation(trace).run()

@@ -25,38 +25,81 @@ class Hook(enum.Enum):
 
 
 class Group(enum.Enum):
-    """When a subscriber is active. A process installs whole groups."""
+    """Subscribers that are active together: a process installs whole groups.
 
-    CLI = "cli"  # always, where plugins load: our flags must be known to be refused
-    CPU = "cpu"  # the CPU platform is active
-    EMULATE = "emulate"  # a GPU is emulated; scheduler processes
-    GUARD = "guard"  # a supported host; the process that serves HTTP, whatever else is on
-    GUARD_SCHEDULER = "guard, scheduler"  # the same; its children
-    FRONTEND = "frontend"  # scheduling is on; the process that serves HTTP
-    SCHEDULER = "scheduler"  # scheduling is on; scheduler processes
-    TELEMETRY = "telemetry"  # load reports are on; scheduler processes
-    POOLS = "pools"  # a server with a short and a long pool; the process that serves HTTP
-    CONTROLLER = "controller"  # the same server; its data-parallel controller process
-    GRAPHS = "graphs"  # prefill graphs of ours are on; scheduler processes
-    PREDICTOR = "predictor"  # a length predictor is given; scheduler processes
-    RUNNING = "running"  # scheduling is on, or a stateless instance; scheduler processes
-    STATELESS = "stateless"  # a stateless instance; scheduler processes
-    STATELESS_HTTP = "stateless front"  # the same; the process that serves HTTP
-    LAUNCHER = "launcher"  # only under ``python -m pla_sglang.launch_server``
+    Attributes:
+        when: in which processes.
+        exit: when its subscribers can go that do not say it themselves.
+    """
 
+    when: str
+    exit: str
 
-GROUP_EXITS = {
-    Group.CLI: "When SGLang lets plugins declare flags.",
-    Group.GUARD: "When SGLang checks types and ranges of all fields before a scheduler gets them.",
-    Group.GUARD_SCHEDULER: "As guard.message.",
-    Group.EMULATE: "With the emulation.",
-    Group.TELEMETRY: "When SGLang pushes its load to a router.",
-    Group.PREDICTOR: "When SGLang lets plugins read hidden states in a pass.",
-    Group.RUNNING: "When the host takes what a running request has had from its tokens, and not from its passes.",
-    Group.STATELESS: "When one engine of SGLang has both roles at once (0.5.23 switches between them, drained).",
-    Group.STATELESS_HTTP: "As less.ends.",
-    Group.GRAPHS: "When SGLang captures prefill graphs by tokens and request slots, and lazily.",
-}
+    def __new__(cls, value: str, when: str, exit: str = "") -> Group:
+        group = object.__new__(cls)
+        group._value_, group.when, group.exit = value, when, exit
+        return group
+
+    CLI = (
+        "cli",
+        "always, in every process that loads plugins: our flags must be known to be refused",
+        "When SGLang lets plugins declare flags.",
+    )
+    CPU = "cpu", "the CPU platform is active"
+    EMULATE = "emulate", "`--pla-emulate`, in scheduler processes", "With the emulation."
+    GUARD = (
+        "guard",
+        "a supported host, in the process that serves HTTP",
+        "When SGLang checks types and ranges of all fields before a scheduler gets them.",
+    )
+    GUARD_SCHEDULER = "guard, scheduler", "a supported host, in child processes of a server"
+    FRONTEND = "frontend", "`--prefill-disagg`, in the process that serves HTTP"
+    SCHEDULER = (
+        "scheduler",
+        "`--prefill-disagg`, in scheduler processes",
+        "When SGLang has a pluggable prefill policy that may hold and park.",
+    )
+    TELEMETRY = (
+        "telemetry",
+        "load reports go to a router or to the server's own pool controller, in scheduler processes",
+        "When SGLang pushes its load to a router.",
+    )
+    POOLS = (
+        "pools",
+        "`--prefill-disagg spatial --dp-size N`, in the process that serves HTTP",
+        "When SGLang has pluggable load balancing.",
+    )
+    CONTROLLER = (
+        "controller",
+        "the same, in the data-parallel controller process",
+        "When SGLang has pluggable load balancing.",
+    )
+    GRAPHS = (
+        "graphs",
+        "`--pla-graph-layout`, in scheduler processes",
+        "When SGLang captures prefill graphs by tokens and request slots, and lazily.",
+    )
+    PREDICTOR = (
+        "predictor",
+        "`--pla-length-predictor`, in scheduler processes",
+        "When SGLang lets plugins read hidden states in a pass.",
+    )
+    RUNNING = (
+        "running",
+        "`--prefill-disagg` or `--pla-stateless`, in scheduler processes",
+        "When the host takes what a running request has had from its tokens, and not from its passes.",
+    )
+    STATELESS = (
+        "stateless",
+        "`--pla-stateless`, in scheduler processes",
+        "When one engine of SGLang has both roles at once (0.5.23 switches between them, drained).",
+    )
+    STATELESS_HTTP = (
+        "stateless front",
+        "the same, in the process that serves HTTP",
+        "When one engine of SGLang has both roles at once.",
+    )
+    LAUNCHER = "launcher", "`python -m pla_sglang.launch_server` only"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +114,7 @@ class Subscriber:
         handler: ``module:function`` of ours, or ``module:Class.method``.
         why: what it is for.
         verify: what tests prove that it works.
-        exit: when it can go; None: with its group, see ``GROUP_EXITS``.
+        exit: when it can go; None: with its group.
     """
 
     id: str
@@ -85,7 +128,7 @@ class Subscriber:
 
     @property
     def goes_when(self) -> str:
-        return GROUP_EXITS[self.group] if self.exit is None else self.exit
+        return self.group.exit if self.exit is None else self.exit
 
 
 def subscribe(

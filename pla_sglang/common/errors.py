@@ -4,7 +4,6 @@ PlaError
 ├── ConfigError              a flag, knob or request field has a value that is not allowed
 │   ├── PredictorError       a length predictor, or data for one, cannot be read or used
 │   ├── ProfileError         a step profile is not valid
-│   ├── SimConfigError       a simulation is not described correctly
 │   └── TraceError           a trace file cannot be read
 ├── RowError                 a row of a trace file is not a request: it is skipped and counted
 ├── RecordError              a recording cannot be read

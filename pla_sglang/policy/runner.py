@@ -14,19 +14,18 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Protocol
 
 from pla_sglang.policy.common.device_clock import DeviceClock
 from pla_sglang.policy.interface.decisions import (
-    Controller,
     Dispatch,
-    Dispatcher,
     FleetAction,
     Hold,
     Migrate,
     Observer,
     Placement,
+    PolicySet,
     PrefillSample,
     ScaleTo,
     SetLengthClass,
@@ -96,18 +95,6 @@ class Recording(Protocol):
     def write_finish(self, request: RequestView, output_tokens: int, now_s: float) -> None: ...
 
 
-class PolicyParts(Protocol):
-    """What a runner needs of a policy; ``PolicySet`` is one."""
-
-    @property
-    def dispatcher(self) -> Dispatcher: ...
-
-    @property
-    def controllers(self) -> Sequence[Controller]: ...
-
-    def observers(self) -> list[Observer]: ...
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class PoolMove:
     """An instance has changed its role or its pool, at a time of its driver's clock.
@@ -148,7 +135,7 @@ class FleetRunner:
 
     def __init__(
         self,
-        policy: PolicyParts,
+        policy: PolicySet,
         fleet: FleetView,
         effects: Effects,
         *,

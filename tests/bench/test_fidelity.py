@@ -8,11 +8,11 @@ import math
 import numpy as np
 import pytest
 
+from bench.check.live_case import LiveCase
 from bench.harness import fidelity
 from pla_sglang.common.errors import ConfigError
 from pla_sglang.sim.core.experiment import Experiment
 from pla_sglang.sim.core.host import HostKnobs
-from pla_sglang.sim.core.live_case import LiveCase
 from pla_sglang.sim.metrics.goodput import Served, Slo
 from pla_sglang.sim.workload.trace import Trace
 

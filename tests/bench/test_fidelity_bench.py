@@ -12,11 +12,11 @@ import pyarrow.parquet as parquet
 import pytest
 
 from bench.check import fidelity as bench
+from bench.check.live_case import LiveCase
 from bench.harness import fidelity
 from bench.harness.catalogue import BENCHES
 from bench.harness.cli import slo_of
 from bench.harness.steps import Steps
-from pla_sglang.sim.core.live_case import LiveCase
 
 CASES = ("unified-2/fcfs/round-robin/azure_conv/0.8", "1+1/fcfs/static-pd-round-robin/azure_conv/0.5")
 LATE_S, ROWS, GAP_S = 0.02, 20, 3.0

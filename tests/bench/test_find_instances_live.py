@@ -17,12 +17,12 @@ from support.live_stand_ins import LiveStandIns
 from bench.check import find_instances_live as bench
 from bench.check.consistency import AGAIN
 from bench.check.fidelity import start_engines
+from bench.check.live_case import ENGINE_FLAGS, LiveCase
 from bench.harness import fidelity, live_fleet
 from bench.harness.catalogue import BENCHES
 from bench.harness.cli import slo_of
 from bench.harness.replay import Planned
 from bench.harness.steps import Steps
-from pla_sglang.sim.core.live_case import ENGINE_FLAGS, LiveCase
 from pla_sglang.sim.metrics.goodput import goodput
 
 ROUND_ROBIN, SPLIT = "round-robin@azure_conv@4", "minimal-load@azure_conv@5.5@5"

@@ -422,4 +422,4 @@ def test_catalogue_lists_every_seam_and_is_the_same_each_time(
     make_catalogue.main([str(tmp_path / "page.md")])
     page = capsys.readouterr().out
     assert page == (tmp_path / "page.md").read_text(encoding="utf-8")
-    assert all(f"### {name}\n" in page for name in SUBSCRIBERS)
+    assert all(f"- **{name}** (" in page for name in SUBSCRIBERS)

@@ -13,7 +13,6 @@ from support.sim import Fcfs, Route, profile, simulation
 from pla_sglang.common.errors import ConfigError
 from pla_sglang.sim.core.closed import ClosedLoop
 from pla_sglang.sim.core.config import InstanceSpec
-from pla_sglang.sim.core.errors import SimConfigError
 from pla_sglang.sim.core.simulation import RunResult
 from pla_sglang.sim.workload.trace import Trace
 
@@ -105,7 +104,7 @@ def test_a_user_ends_a_conversation_before_the_next() -> None:
 def test_users_pause_before_they_send() -> None:
     served = run(lengths([10, 20, 30], [1, 1, 1]), {0: 1}, pauses_s=[0.5, 1.0, 2.0]).served
     assert served.arrival_s.tolist() == pytest.approx([0.5, 1.51, 3.53])
-    with pytest.raises(SimConfigError, match="1 pauses; allowed: one for each of the 2 rows"):
+    with pytest.raises(ConfigError, match="1 pauses; allowed: one for each of the 2 rows"):
         run(lengths([1, 1], [1, 1]), {0: 1}, pauses_s=[0.0])
     with pytest.raises(ConfigError, match=r"pause before row 1, seconds -1\.0 is out of range"):
         run(lengths([1, 1], [1, 1]), {0: 1}, pauses_s=[0.0, -1.0])
@@ -120,5 +119,5 @@ def test_users_pause_before_they_send() -> None:
     ],
 )
 def test_bad_users(users: Mapping[int, int], message: str) -> None:
-    with pytest.raises(SimConfigError, match=message):
+    with pytest.raises(ConfigError, match=message):
         ClosedLoop(lengths([1, 1], [1, 1], [0, 1]), users)

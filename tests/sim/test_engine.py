@@ -6,16 +6,18 @@ import random
 
 import numpy as np
 import pytest
-from support.sim import Fcfs, profile, simulation, trace
+from support.sim import Fcfs, Route, profile, simulation, trace
 
 from pla_sglang.common.errors import ConfigError
 from pla_sglang.policy.common.step_model import StepModel
+from pla_sglang.policy.interface.decisions import PolicySet
 from pla_sglang.policy.interface.prefill import Action, PassDecision, PassReason, PassView
 from pla_sglang.policy.pla.awd import AwdKnobs
 from pla_sglang.policy.pla.long_prompts import LongKnobs
 from pla_sglang.policy.pla.temporal import TemporalKnobs, TemporalPolicy
 from pla_sglang.profiles import load_profile
-from pla_sglang.sim.core.config import InstanceSpec, Policies, SimConfig
+from pla_sglang.sim.core import prefill
+from pla_sglang.sim.core.config import InstanceSpec, MakeEngine, SimConfig
 from pla_sglang.sim.core.costs import Segment, StepCosts
 from pla_sglang.sim.core.engine_knobs import EngineKnobs
 from pla_sglang.sim.core.errors import SimError
@@ -131,10 +133,11 @@ class LastFirst(Fcfs):
         return PassDecision(Action.SHORT, PassReason.ORDER, tuple(view.waiting[-1:]))
 
 
-def test_a_request_beyond_the_match_window_is_matched_when_it_is_added() -> None:
+def test_a_request_beyond_the_match_window_is_matched_when_it_is_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefill, "MATCH_WINDOW", 1)
     ids = ((1, 2), (1, 2, 3), (1, 2, 4))
     rows = trace((0.0, 130, 1), (0.05, 200, 1), (0.05, 200, 1), hash_ids=ids, block_tokens=64)
-    result = run(rows, policy=LastFirst, engine=EngineKnobs(match_window=1))
+    result = run(rows, policy=LastFirst)
     assert result.served.ttft_s().tolist() == pytest.approx([0.13, 0.08 + 2 * 0.072, 0.08 + 0.072])
     assert result.hit_tokens.tolist() == [0, 128, 128]
     assert result.predicted_hit_tokens.tolist() == [0, 0, 0], "nothing was computed yet when they were sent"
@@ -185,10 +188,8 @@ def test_the_temporal_policy_runs_unchanged_and_keeps_shorts_fast() -> None:
     spec = InstanceSpec(load_profile("h100-llama3.1-8b-tp1"))
     config = SimConfig([spec], engine=EngineKnobs(chunk_tokens=2048))
 
-    def ttft(engine: object) -> RunResult:
-        base = simulation(rows, [spec])._policies
-        policies = Policies(base.dispatcher, engine)  # type: ignore[arg-type]
-        one = Simulation(rows, config, policies)
+    def ttft(engine: MakeEngine) -> RunResult:
+        one = Simulation(rows, config, PolicySet("test", Route(), ()), engine)
         result = one.run()
         one.cluster.check_integrity()
         return result

@@ -7,18 +7,23 @@ from support.sim import profile, simulation, to_decode_pool, trace
 
 from pla_sglang.common.errors import ConfigError
 from pla_sglang.policy.interface.fleet import Role
+from pla_sglang.sim.core import network
 from pla_sglang.sim.core.config import InstanceSpec
 from pla_sglang.sim.core.engine_knobs import EngineKnobs
 from pla_sglang.sim.core.host import HostKnobs
-from pla_sglang.sim.core.network import NetworkKnobs
 from pla_sglang.sim.core.simulation import RunResult
 from pla_sglang.sim.workload.trace import Trace
 
 HAND = profile(token_s=1e-3, decode_base_s=0.01)  # 1,000 KV bytes a token
 P, D = InstanceSpec(HAND, role=Role.PREFILL), InstanceSpec(HAND, role=Role.DECODE)
-SLOW = NetworkKnobs(bandwidth_bytes_per_s=1e6, latency_s=0.0)  # a token takes 1 ms
+SLOW = 1e6  # bytes/s: a token takes 1 ms
 AHEAD = HostKnobs(overlap=True)
 PAIR = HostKnobs(overlap=True, room_first=True)
+
+
+@pytest.fixture(autouse=True)
+def without_latency(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network, "LATENCY_S", 0.0)
 
 
 def run(workload: Trace, fleet: object = HAND, *, host: HostKnobs = AHEAD, **options: object) -> RunResult:
@@ -29,7 +34,7 @@ def run(workload: Trace, fleet: object = HAND, *, host: HostKnobs = AHEAD, **opt
 
 
 def run_pair(*rows: tuple[float, int, int], host: HostKnobs = PAIR, **options: object) -> RunResult:
-    return run(trace(*rows), [P, D], route=to_decode_pool(), network=SLOW, host=host, **options)
+    return run(trace(*rows), [P, D], route=to_decode_pool(), bandwidth_bytes_per_s=SLOW, host=host, **options)
 
 
 def test_an_idle_engine_begins_at_once() -> None:
@@ -98,9 +103,8 @@ def test_a_pair_pays_handshake_and_hand_off_once_each() -> None:
 def test_a_host_that_waits_for_a_result_does_its_part_of_a_handshake_afterwards() -> None:
     """The second comes in the pass to 0.52. The host reads it then, and needs 0.02 s before its pass of 0.1 s."""
     host = HostKnobs(overlap=True, room_first=True, handshake_s=0.02)
-    fast = NetworkKnobs(bandwidth_bytes_per_s=1e12, latency_s=0.0)
     rows = trace((0.0, 500, 1), (0.1, 100, 1))
-    served = run(rows, [P, D], route=to_decode_pool(), network=fast, host=host).served
+    served = run(rows, [P, D], route=to_decode_pool(), bandwidth_bytes_per_s=1e12, host=host).served
     assert served.first_token_s.tolist() == pytest.approx([0.52, 0.64], abs=1e-4)
 
 
@@ -122,7 +126,7 @@ def test_a_prefill_waits_for_room_at_its_decode_instance() -> None:
     """Room for one: the second is prefilled when the first has left, not before."""
     small = InstanceSpec(HAND, role=Role.DECODE, kv_capacity_tokens=150)
     rows = trace((0.0, 100, 21), (0.0, 100, 2))
-    served = run(rows, [P, small], route=to_decode_pool(), network=SLOW, host=PAIR).served
+    served = run(rows, [P, small], route=to_decode_pool(), bandwidth_bytes_per_s=SLOW, host=PAIR).served
     assert served.first_token_s[1] >= served.finish_s[0] + 0.2 - 1e-9
 
 

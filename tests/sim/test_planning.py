@@ -11,12 +11,12 @@ import pytest
 from rich.console import Console
 from support.traces import steady_trace
 
+from bench.check.live_case import LiveCase
 from pla_sglang.common.errors import ConfigError
 from pla_sglang.policy.registry import POLICIES, policy_names
 from pla_sglang.profiles import load_profile
 from pla_sglang.profiles.scaled import list_errors
 from pla_sglang.sim.core.experiment import Experiment, run_experiment
-from pla_sglang.sim.core.live_case import LiveCase
 from pla_sglang.sim.core.upper_bound import least_instances
 from pla_sglang.sim.metrics.goodput import Slo
 from pla_sglang.sim.planning import limits

@@ -8,10 +8,11 @@ import numpy as np
 from support.sim import Fcfs, Route, profile, trace
 
 from pla_sglang.policy.common.survival import SurvivalPredictor
+from pla_sglang.policy.interface.decisions import PolicySet
 from pla_sglang.policy.interface.remaining_length import NoPrediction, Oracle, RemainingPredictor
-from pla_sglang.sim.core.config import InstanceSpec, Policies, SimConfig
+from pla_sglang.sim.core.config import InstanceSpec, SimConfig
 from pla_sglang.sim.core.engine_knobs import EngineKnobs
-from pla_sglang.sim.core.growth import PredictedLimits
+from pla_sglang.sim.core.growth import AnswerLimits
 from pla_sglang.sim.core.request import SimRequest, SimStage
 from pla_sglang.sim.core.running import RunningBatch
 from pla_sglang.sim.core.simulation import RunResult, Simulation
@@ -23,7 +24,7 @@ LIMIT_TOKENS = 1000
 
 def run(engine: EngineKnobs, lengths: RemainingPredictor, limit_tokens: int | None = LIMIT_TOKENS) -> RunResult:
     config = SimConfig([InstanceSpec(SMALL)], engine=engine, output_limit_tokens=limit_tokens)
-    one = Simulation(ROWS, config, Policies(Route(), lambda _profile, _knobs: Fcfs(), lengths=lengths))
+    one = Simulation(ROWS, config, PolicySet("test", Route(), ()), lambda _profile, _knobs: Fcfs(), lengths)
     result = one.run()
     one.cluster.check_integrity()
     return result
@@ -31,13 +32,13 @@ def run(engine: EngineKnobs, lengths: RemainingPredictor, limit_tokens: int | No
 
 def test_who_is_unknown_counts_as_with_sglang() -> None:
     """At most the clip."""
-    growth = PredictedLimits(lambda rows, running: np.full(len(rows), np.nan))
+    growth = AnswerLimits(40, lambda rows, running: np.full(len(rows), np.nan))
     batch, member = RunningBatch(40), SimRequest(0, 0.0, 100, 30, limit_tokens=101)
     member.move(SimStage.PREFILL)
     member.done_tokens = 1
     batch.join(member)
-    assert growth.of_running(batch, 40) == 40
-    assert growth.of_next(member, 40) == 40
+    assert growth.of_running(batch) == 40
+    assert growth.of_next(member) == 40
 
 
 def test_a_prediction_is_asked_for_again_after_some_steps_and_for_newcomers() -> None:
@@ -47,17 +48,17 @@ def test_a_prediction_is_asked_for_again_after_some_steps_and_for_newcomers() ->
         asked.append(len(list(rows)))  # type: ignore[call-overload]
         return np.full(asked[-1], 30.0)
 
-    growth, batch = PredictedLimits(predict), RunningBatch(4096)
+    growth, batch = AnswerLimits(4096, predict), RunningBatch(4096)
     for row in range(2):
         member = SimRequest(row, 0.0, 100, 90, limit_tokens=90)
         member.move(SimStage.PREFILL)
         member.done_tokens = 1
         batch.join(member)
-        assert growth.of_running(batch, 4096) == 30 * (row + 1)
+        assert growth.of_running(batch) == 30 * (row + 1)
     batch.advance(19)
-    assert growth.of_running(batch, 4096) == 2 * 11
+    assert growth.of_running(batch) == 2 * 11
     batch.advance(1)
-    assert growth.of_running(batch, 4096) == 2 * 30
+    assert growth.of_running(batch) == 2 * 30
     assert asked == [1, 2, 2]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import pytest
@@ -10,7 +11,7 @@ from support.sim import Script, stop_first
 from pla_sglang.policy.interface.decisions import Controller
 from pla_sglang.policy.registry import Setup, build
 from pla_sglang.profiles.load import load_profile
-from pla_sglang.sim.core.config import InstanceSpec, Policies, PrefixKnowledge, SimConfig
+from pla_sglang.sim.core.config import InstanceSpec, PrefixKnowledge, SimConfig
 from pla_sglang.sim.core.engine_knobs import AnswerCaching, EngineKnobs
 from pla_sglang.sim.core.experiment import Experiment, engine_policy, run_experiment
 from pla_sglang.sim.core.simulation import Simulation
@@ -34,12 +35,8 @@ def simulation(*controllers: Controller) -> Simulation:
         engine=EngineKnobs(answers=AnswerCaching.KEPT),
         prefix_knowledge=PrefixKnowledge.INDEX,
     )
-    policies = Policies(
-        build("cache-aware", setup).dispatcher,
-        lambda profile, knobs: engine_policy("fcfs", profile, knobs),
-        controllers,
-    )
-    return Simulation(chats(), config, policies)
+    policy = dataclasses.replace(build("cache-aware", setup), controllers=controllers)
+    return Simulation(chats(), config, policy, lambda profile, knobs: engine_policy("fcfs", profile, knobs))
 
 
 @pytest.mark.parametrize("policy", ["combined", "cache-aware"])

@@ -15,7 +15,7 @@ from pla_sglang.sim.core.config import InstanceSpec
 from pla_sglang.sim.core.errors import SimError
 from pla_sglang.sim.core.experiment import Experiment, run_experiment
 from pla_sglang.sim.core.simulation import RunResult
-from pla_sglang.sim.core.upper_bound import least_instances, upper_bound_per_s
+from pla_sglang.sim.core.upper_bound import least_instances
 from pla_sglang.sim.metrics.goodput import Served, Slo, goodput, job_times_s
 from pla_sglang.sim.workload.trace import Trace, sort_by_arrival
 
@@ -132,5 +132,4 @@ def test_job_times() -> None:
 
 
 def test_closed_loops_have_no_bound_by_work() -> None:
-    assert math.isinf(upper_bound_per_s(sessions(), SLO, profile(), instances=1, target=0.9))
     assert least_instances(sessions(), SLO, profile(), target=0.9, most=8) == 1

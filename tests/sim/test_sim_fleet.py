@@ -17,12 +17,12 @@ from pla_sglang.policy.interface.decisions import FleetAction, Migrate, ScaleTo,
 from pla_sglang.policy.interface.fleet import FleetView, InstanceKind, InstanceState, RequestView, Role
 from pla_sglang.policy.interface.reasons import FleetReason
 from pla_sglang.profiles import ProfileError
+from pla_sglang.sim.core import cluster, network
 from pla_sglang.sim.core.config import InstanceSpec, RoleSwitch, SimConfig
 from pla_sglang.sim.core.engine_knobs import EngineKnobs
 from pla_sglang.sim.core.errors import SimError
 from pla_sglang.sim.core.fleet import Life
 from pla_sglang.sim.core.host import NO_HOST, HostKnobs
-from pla_sglang.sim.core.network import Network, NetworkKnobs
 from pla_sglang.sim.core.simulation import RunResult
 from pla_sglang.sim.workload import Arrivals, TraceError, generated_trace, length_model
 from pla_sglang.sim.workload.lengths import fixed
@@ -30,7 +30,7 @@ from pla_sglang.sim.workload.trace import Trace
 
 HAND = profile(token_s=1e-3, decode_base_s=0.01)  # 1,000 KV bytes a token
 P, D = InstanceSpec(HAND, role=Role.PREFILL), InstanceSpec(HAND, role=Role.DECODE)
-SLOW = NetworkKnobs(bandwidth_bytes_per_s=1e6, latency_s=0.0)  # a token takes 1 ms
+SLOW = 1e6  # bytes/s: a token takes 1 ms
 WHY = FleetReason.STEADY
 AHEAD = HostKnobs(overlap=True, front_s=2e-3, step_s=1e-4)
 PLACE_FIRST = HostKnobs(place_first=True)
@@ -44,31 +44,39 @@ def run(workload: Trace, fleet: list[InstanceSpec], **options: object) -> RunRes
     return result
 
 
+@pytest.fixture
+def without_latency(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network, "LATENCY_S", 0.0)
+
+
 # -- hand-off and network ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("without_latency")
 def test_a_hand_off_takes_its_bytes_over_the_bandwidth() -> None:
-    result = run(trace((0.0, 100, 11)), [P, D], route=to_decode_pool(), network=SLOW)
+    result = run(trace((0.0, 100, 11)), [P, D], route=to_decode_pool(), bandwidth_bytes_per_s=SLOW)
     assert result.served.first_token_s[0] == pytest.approx(0.1)
     assert result.served.finish_s[0] == pytest.approx(0.1 + 0.1 + 0.1)
     assert (result.prefill_instance[0], result.decode_instance[0]) == (0, 1)
 
 
+@pytest.mark.usefixtures("without_latency")
 def test_transfers_to_one_receiver_queue() -> None:
     rows = trace((0.0, 100, 2), (0.0, 100, 2))
     both = Route(
         lambda fleet, request: least(fleet.by_role[Role.PREFILL]), lambda fleet, request: fleet.by_role[Role.DECODE][0]
     )
-    result = run(rows, [P, P, D], route=both, network=SLOW)
+    result = run(rows, [P, P, D], route=both, bandwidth_bytes_per_s=SLOW)
     assert result.served.finish_s.tolist() == pytest.approx([0.21, 0.31])
 
 
-def test_links_are_taken_first_come_first_served() -> None:
-    network = Network(NetworkKnobs(1000.0, 0.5))
-    assert network.send(0, 1, 1000, 0.0) == pytest.approx(1.5)
-    assert network.send(0, 2, 1000, 0.0) == pytest.approx(3.0), "the sender is busy"
-    assert network.send(3, 1, 1000, 0.0) == pytest.approx(3.0), "the receiver is busy"
-    assert network.send(4, 5, 1000, 0.0) == pytest.approx(1.5), "others are not"
+def test_links_are_taken_first_come_first_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network, "LATENCY_S", 0.5)
+    links = network.Network(1000.0)
+    assert links.send(0, 1, 1000, 0.0) == pytest.approx(1.5)
+    assert links.send(0, 2, 1000, 0.0) == pytest.approx(3.0), "the sender is busy"
+    assert links.send(3, 1, 1000, 0.0) == pytest.approx(3.0), "the receiver is busy"
+    assert links.send(4, 5, 1000, 0.0) == pytest.approx(1.5), "others are not"
 
 
 def test_a_decode_waits_for_room_and_keeps_its_memory_at_the_source_until_then() -> None:
@@ -78,10 +86,11 @@ def test_a_decode_waits_for_room_and_keeps_its_memory_at_the_source_until_then()
     assert second > first + 0.2, "the second decodes after the first has left"
 
 
-def test_a_hand_off_that_waits_too_long_is_computed_anew_at_its_target() -> None:
+def test_a_hand_off_that_waits_too_long_is_computed_anew_at_its_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "HANDOFF_WAIT_S", 0.5)
     small = InstanceSpec(HAND, role=Role.DECODE, kv_capacity_tokens=250)
     rows = trace((0.0, 100, 101), (0.0, 100, 101))
-    result = run(rows, [P, small], route=to_decode_pool(), handoff_wait_s=0.5)
+    result = run(rows, [P, small], route=to_decode_pool())
     assert result.counts["handoffs_redone"] == 1
     assert result.prefill_instance.tolist() == [0, 1]
     assert result.stage == ["finished", "finished"]
@@ -114,13 +123,14 @@ def on_first(fleet: FleetView, request: RequestView) -> object:
     return fleet.instances[0]
 
 
+@pytest.mark.usefixtures("without_latency")
 def test_a_migrated_request_stops_at_a_step_and_goes_on_where_its_kv_is() -> None:
     result = run(
         trace((0.0, 100, 101)),
         [InstanceSpec(HAND, count=2)],
         route=Route(on_first),  # type: ignore[arg-type]
         controllers=[Script((0.5, move))],
-        network=SLOW,
+        bandwidth_bytes_per_s=SLOW,
     )
     # 40 tokens by 0.5, one first token before: 140 KV tokens take 0.14 s, 60 tokens are left
     assert result.migrations[0] == 1
@@ -196,14 +206,13 @@ def test_scaling_starts_late_drains_first_and_is_paid_for() -> None:
     ids=["to the last request", "ended before", "a timer ran on", "started after"],
 )
 def test_gpu_time_ends_with_the_last_request(end_s: float | None, until_s: float, seconds: float) -> None:
-    life = Life(dataclasses.replace(InstanceSpec(HAND), tensor_parallel=2), 10.0, end_s)
+    life = Life(InstanceSpec(dataclasses.replace(HAND, gpus=2)), 10.0, end_s)
     assert life.gpu_s(until_s) == seconds
 
 
-@pytest.mark.parametrize(("tensor_parallel", "gpus"), [(None, 4), (2, 2), (1, 1)], ids=["of the profile", "two", "one"])
-def test_an_instance_has_the_gpus_of_its_profile(tensor_parallel: int | None, gpus: int) -> None:
-    four = dataclasses.replace(HAND, gpus=4, weights_bytes=80 * 10**9)
-    spec = InstanceSpec(four, tensor_parallel=tensor_parallel)
+@pytest.mark.parametrize("gpus", [4, 1])
+def test_an_instance_has_the_gpus_of_its_profile(gpus: int) -> None:
+    spec = InstanceSpec(dataclasses.replace(HAND, gpus=gpus, weights_bytes=80 * 10**9))
     made = simulation(trace((0.0, 100, 11)), [spec])
     result = made.run()
     assert result.gpu_hours * 3600 == pytest.approx(gpus * result.end_s)
@@ -282,7 +291,7 @@ def wild(seed: int, host: HostKnobs = NO_HOST) -> RunResult:
         controllers=[Script(*((0.2 * tick, anything) for tick in range(40)), interval_s=0.1)],
         engine=EngineKnobs(chunk_tokens=256, slots=16, mixed=rng.random() < 0.5, growth_start=0.3, growth_least=0.1),
         flip=rng.choice(list(RoleSwitch)),
-        network=NetworkKnobs(2e6, 1e-3),
+        bandwidth_bytes_per_s=2e6,
         host=host,
         startup_s=0.5,
     )
@@ -322,8 +331,7 @@ def test_chaos_is_the_same_twice() -> None:
         (lambda: SimConfig([P], ttft_slo_s=0.0), "ttft_slo_s 0.0 is out of range; allowed: above 0"),
         (lambda: SimConfig([P], report_interval_s=0.0), "report_interval_s 0.0 is out of range"),
         (lambda: SimConfig([P], startup_s=math.inf), "startup_s inf is out of range"),
-        (lambda: NetworkKnobs(0.0), "network bandwidth_bytes_per_s 0.0 is out of range"),
-        (lambda: NetworkKnobs(1.0, -1.0), "network latency_s -1.0 is out of range"),
+        (lambda: SimConfig([P], bandwidth_bytes_per_s=0.0), "bandwidth_bytes_per_s 0.0 is out of range"),
     ],
 )
 def test_bad_input_is_named(make: object, message: str) -> None:

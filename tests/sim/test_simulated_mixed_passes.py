@@ -13,15 +13,16 @@ import math
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.sim import profile, simulation, trace
+from support.sim import Route, profile, trace
 
+from pla_sglang.policy.interface.decisions import PolicySet
 from pla_sglang.policy.interface.prefill import Action, PassDecision, PassReason, PassView, Piggyback
 from pla_sglang.policy.pla.long_prompts import LongKnobs
 from pla_sglang.policy.pla.temporal import TemporalKnobs, TemporalPolicy
 from pla_sglang.policy.slo.knobs import SloKnobs
 from pla_sglang.policy.slo.mixed_batches import MixedBatches
 from pla_sglang.profiles import load_profile
-from pla_sglang.sim.core.config import InstanceSpec, Policies, SimConfig
+from pla_sglang.sim.core.config import InstanceSpec, SimConfig
 from pla_sglang.sim.core.engine_knobs import EngineKnobs
 from pla_sglang.sim.core.experiment import engine_policy, mixed_batch_model, step_model
 from pla_sglang.sim.core.simulation import RunResult, Simulation
@@ -69,8 +70,7 @@ def run(
     rows = trace(*sorted(work))
     knobs = EngineKnobs(chunk_tokens=CHUNK_TOKENS, mixed=mixed)
     config = SimConfig([spec], engine=knobs, tpot_slo_s=tpot_s)
-    policies = Policies(simulation(rows, [spec])._policies.dispatcher, lambda _profile, _knobs: Watched(log))
-    one = Simulation(rows, config, policies)
+    one = Simulation(rows, config, PolicySet("test", Route(), ()), lambda _profile, _knobs: Watched(log))
     result = one.run()
     one.cluster.check_integrity()
     return result, log

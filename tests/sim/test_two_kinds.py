@@ -91,6 +91,6 @@ def test_instances_of_the_profile_that_policies_were_made_with_have_no_others() 
     assert config.told_profile is None
     setup = experiments._setup(Experiment("minimal-load", SLO, instances=2), h100, chats(2))
     chosen = experiments.build("minimal-load", setup)
-    policies = experiments.Policies(chosen.dispatcher, lambda its, knobs: experiments.engine_policy("fcfs", its, knobs))
-    views = Simulation(chats(2), config, policies).cluster.fleet.view.instances
+    one = Simulation(chats(2), config, chosen, lambda its, knobs: experiments.engine_policy("fcfs", its, knobs))
+    views = one.cluster.fleet.view.instances
     assert [view.steps for view in views] == [None, slow]

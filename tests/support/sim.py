@@ -6,13 +6,21 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from pla_sglang.policy.interface.decisions import Controller, Dispatch, FleetAction, Observer, Placement, ScaleTo
+from pla_sglang.policy.interface.decisions import (
+    Controller,
+    Dispatch,
+    FleetAction,
+    Observer,
+    Placement,
+    PolicySet,
+    ScaleTo,
+)
 from pla_sglang.policy.interface.fleet import FleetView, InstanceView, RequestView, Role
 from pla_sglang.policy.interface.prefill import Action, PassDecision, PassReason, PassView, WaitingView
 from pla_sglang.policy.interface.reasons import FleetReason
 from pla_sglang.profiles import LaunchFloor, StepProfile
 from pla_sglang.profiles.step import DecodeTerms, PrefillTerms
-from pla_sglang.sim.core.config import InstanceSpec, Policies, SimConfig
+from pla_sglang.sim.core.config import InstanceSpec, SimConfig
 from pla_sglang.sim.core.simulation import Simulation
 from pla_sglang.sim.workload import Trace
 
@@ -142,5 +150,5 @@ def simulation(
 ) -> Simulation:
     """A simulation with the small policies above; a profile alone is one unified instance."""
     specs = [InstanceSpec(fleet)] if isinstance(fleet, StepProfile) else list(fleet)
-    policies = Policies(route or Route(), lambda _profile, _knobs: policy(), controllers, name="test")
-    return Simulation(workload, SimConfig(specs, **config), policies)  # type: ignore[arg-type]
+    chosen = PolicySet("test", route or Route(), tuple(controllers))
+    return Simulation(workload, SimConfig(specs, **config), chosen, lambda _profile, _knobs: policy())  # type: ignore[arg-type]

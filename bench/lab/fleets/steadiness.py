@@ -46,7 +46,7 @@ def steady_run(policy: str, rate_per_s: float, *, hours: float = 2.0, seed: int 
     fleet_facts: dict[str, Any] = {"instances": INSTANCES, "seed": seed, "mean_context_tokens": context_tokens}
     chosen = build(policy, Setup(profile, profile.kv_capacity_tokens, **targets, **fleet_facts))
     fleet = [InstanceSpec(profile, role=role) for role in chosen.roles]
-    world = World(fleet, chosen.dispatcher, chosen.controllers, config=targets | {"sample_s": 60.0, "seed": seed})
+    world = World(fleet, chosen.dispatcher, chosen.controllers, config=targets | {"sample_s": 60.0})
     simulation = world.simulation(trace)
     moves: deque[PoolMove] = deque()
     simulation.cluster.runner.moves = moves  # all of them: the runner's own keeps the last few only

@@ -14,12 +14,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.lab.fleet_arms import VLLM_CHUNK_TOKENS
 from bench.lab.papers.charts import Panel, curves, draw
 from bench.lab.papers.context import Context, trace_named, traces_facts
 from bench.lab.papers.finding import Claim, Finding, Point, Row, listed, number
 from bench.lab.papers.phase_load import PhaseLoad, load_of_phases
 from pla_sglang.sim.core.experiment import Experiment, run_experiment
-from pla_sglang.sim.core.fleet_arms import VLLM_CHUNK_TOKENS
 from pla_sglang.sim.metrics.goodput import SLOS, Capacity, find_capacity
 from pla_sglang.sim.workload import Trace
 

@@ -152,7 +152,7 @@ def opt_pair() -> list[InstanceSpec]:
     """Figure 8: one prefill instance of one GPU, one decode instance of four."""
     return [
         InstanceSpec(OPT[1], kind=InstanceKind.PREFILL, role=Role.PREFILL),
-        InstanceSpec(OPT[4], kind=InstanceKind.DECODE, role=Role.DECODE, tensor_parallel=4),
+        InstanceSpec(dataclasses.replace(OPT[4], gpus=4), kind=InstanceKind.DECODE, role=Role.DECODE),
     ]
 
 

@@ -30,7 +30,6 @@ PROFILE = load_profile("h100-llama70b-fp8-dopd")
 DECODE_KV_TOKENS = 250_244  # eq. 11 at TP 2 with M' = 4 GB: 82 GB of 327,680 bytes a token
 SLO = Slo(2.0, 0.08)  # section VI-B2
 TARGETS: dict[str, Any] = {"ttft_slo_s": SLO.ttft_s, "tpot_slo_s": SLO.tpot_s}
-TP2: dict[str, Any] = {"tensor_parallel": 2, "kv_capacity_tokens": DECODE_KV_TOKENS}
 TP2_SPEEDUP = 0.130 / 0.080
 CHUNK_TOKENS = 2048  # vLLM's
 VLLM = "vLLM, aggregated"
@@ -42,7 +41,8 @@ def make_predictor(profile: StepProfile = PROFILE) -> TtftPredictor:
 
 
 def prefill_spec(count: int) -> InstanceSpec:
-    return InstanceSpec(PROFILE, count=count, kind=InstanceKind.PREFILL, role=Role.PREFILL, tensor_parallel=1)
+    one_gpu = dataclasses.replace(PROFILE, gpus=1)
+    return InstanceSpec(one_gpu, count=count, kind=InstanceKind.PREFILL, role=Role.PREFILL)
 
 
 def slow_decodes(profile: StepProfile, factor: float) -> StepProfile:
@@ -54,14 +54,16 @@ def slow_decodes(profile: StepProfile, factor: float) -> StepProfile:
 
 def decode_spec(count: int, *, factor: float = 1.0) -> InstanceSpec:
     profile = slow_decodes(PROFILE, factor)
-    return InstanceSpec(profile, count=count, kind=InstanceKind.DECODE, role=Role.DECODE, **TP2)
+    return InstanceSpec(
+        profile, count=count, kind=InstanceKind.DECODE, role=Role.DECODE, kv_capacity_tokens=DECODE_KV_TOKENS
+    )
 
 
 def aggregated_spec(count: int, *, factor: float) -> InstanceSpec:
     times_s = {name: getattr(PROFILE.prefill, name) for name in ("floor_s", "base_s", "token_s", "attention_s")}
     faster = dataclasses.replace(PROFILE.prefill, **{name: time_s / TP2_SPEEDUP for name, time_s in times_s.items()})
     profile = dataclasses.replace(PROFILE, name="h100-llama70b-fp8-tp2", prefill=faster)
-    return InstanceSpec(slow_decodes(profile, factor), count=count, **TP2)
+    return InstanceSpec(slow_decodes(profile, factor), count=count, kv_capacity_tokens=DECODE_KV_TOKENS)
 
 
 def deploy_system(system: str, trace: Trace, *, pairs: int, users: int, factor: float) -> World:

@@ -189,7 +189,6 @@ def run_case(case: StarCase) -> StarRun:
             "output_limit_tokens": LIMIT_TOKENS,
             "ttft_slo_s": cluster.slo.ttft_s,
             "tpot_slo_s": cluster.slo.tpot_s,
-            "seed": case.seed,
         },
     )
     return observe(case, world.run(workload(case)))

@@ -13,9 +13,9 @@ import pytest
 
 from bench.harness.catalogue import BENCHES
 from bench.lab import agentic
+from bench.lab.fleet_arms import OURS, FleetArm
 from bench.lab.named_workloads import WORKLOADS
 from pla_sglang.sim.core.experiment import run_experiment
-from pla_sglang.sim.core.fleet_arms import OURS, FleetArm
 
 FEW = (FleetArm("cache-aware", mixed=True, chunk_tokens=2048), FleetArm("round-robin", mixed=True, chunk_tokens=2048))
 SMALL = ["--span-s", "60", "--race-span-s", "30", "--step", "1.5", "--race-step", "2", "--keep", "1"]

@@ -13,9 +13,9 @@ from support.live_stand_ins import LiveStandIns, after_arrival
 from bench.harness.catalogue import BENCHES
 from bench.harness.replay import Planned, plan
 from bench.lab import agentic_live
+from bench.lab.fleet_arms import OURS, FleetArm
 from bench.lab.highest_rate import LiveArm
 from bench.lab.tests.test_agentic_bench import write_sessions
-from pla_sglang.sim.core.fleet_arms import OURS, FleetArm
 
 SCALE = 2.0
 FEW = (FleetArm("cache-aware", mixed=True, chunk_tokens=2048), FleetArm("least-tokens", mixed=True, chunk_tokens=1024))

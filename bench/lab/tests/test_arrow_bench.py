@@ -13,8 +13,8 @@ from support.live_stand_ins import LiveStandIns, after_arrival
 from bench.harness.catalogue import BENCHES
 from bench.harness.replay import Planned
 from bench.lab import arrow as bench
+from bench.lab.fleet_arms import FleetArm
 from bench.lab.kept import AGAIN
-from pla_sglang.sim.core.fleet_arms import FleetArm
 
 SCALE, STEP = 4.0, 1.5
 STOCK = FleetArm("least-tokens", mixed=True, chunk_tokens=1024)

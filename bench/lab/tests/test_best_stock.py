@@ -14,9 +14,9 @@ from bench.harness.catalogue import BENCHES
 from bench.harness.steps import Steps
 from bench.lab import best_stock
 from bench.lab.cells import CellRunner
+from bench.lab.fleet_arms import OURS, FleetArm, read_arm, stock_arms
 from bench.lab.stock_frontier import Limit, best_stock_arm, read_limits
 from bench.lab.stock_search import HeldRate, Round
-from pla_sglang.sim.core.fleet_arms import OURS, FleetArm, read_arm, stock_arms
 from pla_sglang.sim.workload import Trace
 
 FEW = [

@@ -19,9 +19,9 @@ from bench.harness.catalogue import BENCHES
 from bench.harness.replay import Planned, Record
 from bench.lab import best_stock_live as bench
 from bench.lab import startable
+from bench.lab.fleet_arms import CHUNKS_TOKENS, FleetArm
 from bench.lab.highest_rate import Contest, LiveArm
 from pla_sglang.sim import chain
-from pla_sglang.sim.core.fleet_arms import CHUNKS_TOKENS, FleetArm
 
 STOCK = FleetArm("least-tokens", mixed=True, chunk_tokens=1024)
 SCALE, SPAN_S, STEP = 4.0, 4.0, 1.5

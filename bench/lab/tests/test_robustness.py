@@ -10,8 +10,8 @@ import pytest
 
 from bench.harness.catalogue import BENCHES
 from bench.lab import robustness
+from bench.lab.fleet_arms import OURS
 from bench.lab.robustness import Constant, change, figures_of, find_constants, page
-from pla_sglang.sim.core.fleet_arms import OURS
 from pla_sglang.sim.metrics.goodput import Slo
 
 TINY = ["--workloads", "hol,chat", "--span-times", "0.03"]

@@ -9,11 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.lab.stock_frontier import Limit, best_stock_arm, geometric_mean_of_ratios, read_limits
-from bench.lab.stock_search import TARGETS, Course, HeldRate, Pairs, Round, race_families, race_members, search_limits
-from pla_sglang.common.errors import ConfigError
-from pla_sglang.sim.core.experiment import run_experiment
-from pla_sglang.sim.core.fleet_arms import (
+from bench.lab.fleet_arms import (
     CHUNK_GROUPS,
     CHUNKS_TOKENS,
     INSTANCES,
@@ -26,6 +22,10 @@ from pla_sglang.sim.core.fleet_arms import (
     read_arm,
     stock_arms,
 )
+from bench.lab.stock_frontier import Limit, best_stock_arm, geometric_mean_of_ratios, read_limits
+from bench.lab.stock_search import TARGETS, Course, HeldRate, Pairs, Round, race_families, race_members, search_limits
+from pla_sglang.common.errors import ConfigError
+from pla_sglang.sim.core.experiment import run_experiment
 from pla_sglang.sim.metrics.goodput import Slo
 from pla_sglang.sim.workload import Trace, hol_trace
 

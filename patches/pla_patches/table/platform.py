@@ -65,7 +65,7 @@ PLATFORM = (
         hook=Hook.AROUND,
         why="What cannot go together with --pla-emulate, after cli.parse has read our flags.",
         verify="tests/sim/emulate",
-        exit="As emu.forward.",
+        exit="With the emulation.",
     ),
     _on_emulated(
         id="emu.forward",

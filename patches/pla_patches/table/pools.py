@@ -19,7 +19,6 @@ POOLS = (
         handler="pla_sglang.plugin.engine.hooks.dp_entry:ControllerProcess",
         why="Tells the process that it is the controller, loads plugins, and is ready when every rank has reported.",
         verify="tests/patches/test_pool_patches.py; e2e: spatial server",
-        exit="When SGLang has pluggable load balancing.",
     ),
     _subscribe(
         id="dpc.dispatch",
@@ -27,7 +26,6 @@ POOLS = (
         key="dp_controller.init_dispatcher",
         why="Verify the seams of the process, then dispatch by length; see role changes on their way to the ranks.",
         verify="tests/plugin/pools; e2e: spatial server",
-        exit="When SGLang has pluggable load balancing.",
     ),
     _subscribe(
         id="dpc.turns",
@@ -36,6 +34,5 @@ POOLS = (
         hook=Hook.BEFORE,
         why="Between two messages: read load reports, ask the pressure controller, wait without spinning.",
         verify="tests/plugin/pools; e2e: spatial server",
-        exit="As dpc.dispatch.",
     ),
 )

@@ -8,7 +8,7 @@ from pla_patches.seam import Group, Hook, subscribe
 
 _HOOKS = "pla_sglang.plugin.engine.hooks.scheduler"
 
-_subscribe = functools.partial(subscribe, module=_HOOKS, group=Group.SCHEDULER, exit="As sched.pass.")
+_subscribe = functools.partial(subscribe, module=_HOOKS, group=Group.SCHEDULER)
 
 SCHEDULER = (
     _subscribe(
@@ -16,7 +16,6 @@ SCHEDULER = (
         key="scheduler.init_schedule_policy",
         why="Verify all seams of the process, then attach the policy to its scheduler.",
         verify="tests/patches/test_patches.py; e2e: hooks in /server_info",
-        exit="With the scheduler seams.",
     ),
     _subscribe(
         id="sched.pass",
@@ -25,7 +24,6 @@ SCHEDULER = (
         handler="around_prefill_pass",
         why="Opens and closes a scheduling pass; every event loop makes its prefill batches here.",
         verify="e2e: mixed load, aborts, KV pressure",
-        exit="When SGLang has a pluggable prefill policy that may hold and park.",
     ),
     _subscribe(
         id="sched.order",

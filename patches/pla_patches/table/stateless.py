@@ -22,7 +22,7 @@ STATELESS = (
         hook=Hook.AROUND,
         why="What cannot go together with --pla-stateless, after cli.parse has read our flags.",
         verify="tests/fleet/stateless/test_stateless_checks.py",
-        exit="As less.ends.",
+        exit="With stateless instances.",
     ),
     _subscribe(
         id="less.ends",

@@ -14,7 +14,6 @@ from typing import Any
 
 import msgspec
 
-from pla_graphs.captured import captured_depth
 from pla_sglang.load.report import ClassQueue
 from pla_sglang.plugin.config import DOPD, PlaConfig
 from pla_sglang.plugin.engine import apply, snapshot
@@ -27,7 +26,7 @@ from pla_sglang.plugin.engine.piggybacked import NextTokenClock, keeps_decodes_o
 from pla_sglang.plugin.engine.queue_views import QueueViews
 from pla_sglang.plugin.engine.step_measurement import StepMeasurement
 from pla_sglang.plugin.engine.telemetry import LONG, SHORT, Telemetry
-from pla_sglang.plugin.temporal_knobs import EngineLimits, temporal_knobs
+from pla_sglang.plugin.temporal_knobs import DEPTH_WITHOUT_GRAPHS, EngineLimits, temporal_knobs
 from pla_sglang.policy.common.device_clock import DeviceClock
 from pla_sglang.policy.common.step_model import CPU_START, GPU_START, StepModel
 from pla_sglang.policy.engine_policies import make_engine_policy
@@ -36,6 +35,7 @@ from pla_sglang.policy.slo.mixed_batches import MixedBatchModel
 
 HOLD_NAP_S = 2e-4
 HOLD_PUBLISH_S = 0.05
+TYPICAL_SHORT_TOKENS = 32
 
 
 class PrefillAdapter:
@@ -307,3 +307,15 @@ def _read_limits(scheduler: Any) -> EngineLimits:
         depth_max=captured_depth(resolve(scheduler.server_args), scheduler.max_running_requests),
         layout=snapshot.graph_layout(scheduler),
     )
+
+
+def captured_depth(server_args: Any, max_running_requests: int) -> int:
+    """D of AWD (PLA-Serve Algorithm 1, line 1): requests of a typical short length that fit the largest captured shape.
+
+    SGLang captures prefill graphs by total token count, so a shape holds any mix of lengths up to its size.
+    """
+    prefill = getattr(getattr(server_args, "cuda_graph_config", None), "prefill", None)
+    # Token counts of captured prefill graphs.
+    sizes = [] if str(getattr(prefill, "backend", "disabled")) == "disabled" else getattr(prefill, "bs", None)
+    depth = max(map(int, sizes)) // TYPICAL_SHORT_TOKENS if sizes else DEPTH_WITHOUT_GRAPHS
+    return max(1, min(depth, max_running_requests))

@@ -14,7 +14,7 @@ import dataclasses
 from collections import deque
 from collections.abc import Mapping
 
-from pla_sglang.sim.core.errors import SimConfigError
+from pla_sglang.common.errors import ConfigError
 from pla_sglang.sim.workload.trace import Trace
 
 
@@ -26,7 +26,7 @@ class ClosedLoop:
         users: kind -> how many users of it there are at once.
 
     Raises:
-        SimConfigError: fewer than one user of a kind, a kind without rows, or rows of a kind without users.
+        ConfigError: fewer than one user of a kind, a kind without rows, or rows of a kind without users.
     """
 
     def __init__(self, trace: Trace, users: Mapping[int, int]) -> None:
@@ -36,13 +36,13 @@ class ClosedLoop:
         talks: dict[int, dict[int, deque[int]]] = {kind: {} for kind in users}  # by kind and session: rows to send
         for row, (kind, session) in enumerate(zip(kinds, sessions, strict=True)):
             if kind not in talks:
-                raise SimConfigError(f"row {row} is of client {kind}; allowed: those with users, {sorted(users)}")
+                raise ConfigError(f"row {row} is of client {kind}; allowed: those with users, {sorted(users)}")
             talks[kind].setdefault(session, deque()).append(row)
         for kind, count in users.items():
             if count < 1:
-                raise SimConfigError(f"users of client {kind} are {count}; allowed: 1 and more")
+                raise ConfigError(f"users of client {kind} are {count}; allowed: 1 and more")
             if not talks[kind]:
-                raise SimConfigError(f"client {kind} has users but no rows; allowed: clients of the trace")
+                raise ConfigError(f"client {kind} has users but no rows; allowed: clients of the trace")
         self._talks = {kind: deque(by_session.values()) for kind, by_session in talks.items()}  # not begun
         self._rest: dict[int, deque[int]] = {}  # by row under way: what its user sends after it
         self._users = dict(users)

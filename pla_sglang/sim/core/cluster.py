@@ -1,4 +1,4 @@
-"""The life of requests in a fleet: arrival, prefill, hand-off, decode, end.
+"""The life of requests in a fleet: arrival, prefill, hand-off or migration, decode, end.
 
 Asks the dispatcher and the controllers, carries out their answers, and tells them what happened. Decides nothing.
 """
@@ -8,44 +8,70 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
-from pla_sglang.policy.interface.decisions import PrefillSample
-from pla_sglang.policy.runner import FleetRunner
-from pla_sglang.sim.core.config import Policies, SimConfig
-from pla_sglang.sim.core.effects import ClusterEffects
+from pla_sglang.policy.interface.decisions import (
+    Migrate,
+    PolicySet,
+    PrefillSample,
+    ScaleTo,
+    SetLengthClass,
+    SetRole,
+)
+from pla_sglang.policy.interface.remaining_length import RemainingPredictor
+from pla_sglang.policy.runner import Effects, FleetRunner, Refusal
+from pla_sglang.sim.core.config import MakeEngine, SimConfig
 from pla_sglang.sim.core.engine_knobs import AnswerCaching
 from pla_sglang.sim.core.errors import SimError
 from pla_sglang.sim.core.fleet import SimFleet
-from pla_sglang.sim.core.handoffs import Handoffs
 from pla_sglang.sim.core.instance import SimInstance
 from pla_sglang.sim.core.kernel import Kernel, Priority
 from pla_sglang.sim.core.ledger import RequestCounts
 from pla_sglang.sim.core.network import Network
 from pla_sglang.sim.core.request import SimRequest, SimStage
+from pla_sglang.sim.workload.trace import Trace
+
+# So long a request waits for room at its target; then its KV is given up and computed anew there.
+HANDOFF_WAIT_S = 30.0
 
 
-class Cluster:
-    """Requests, instances and the network between them. It is the ``InstanceEvents`` of its instances."""
+class Cluster(Effects):
+    """Requests, instances and the network between them.
 
-    def __init__(self, kernel: Kernel, config: SimConfig, policies: Policies, *, expected: int, block_tokens: int):
-        self.ledger = RequestCounts(expected)
-        self.network = Network(config.network)
+    It is the ``InstanceEvents`` of its instances, and what policies can do to it are its ``Effects``.
+
+    Args:
+        on_closed: told of every end, after all observers.
+    """
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        config: SimConfig,
+        trace: Trace,
+        policy: PolicySet,
+        *,
+        make_engine: MakeEngine,
+        lengths: RemainingPredictor,
+        on_closed: Callable[[SimRequest], None] | None = None,
+    ) -> None:
+        self.ledger = RequestCounts(len(trace))
+        self.network = Network(config.bandwidth_bytes_per_s)
         self.pass_reasons: Counter[str] = Counter()  # engine decisions
         self.counts: Counter[str] = Counter()
-        self.on_closed: Callable[[SimRequest], None] | None = None  # told of every end, after all observers
+        self._on_closed = on_closed
         self._kernel = kernel
         self._config = config
         self._pending: list[SimRequest] = []  # no instance was ready for their prefill
         self._unplaced: list[SimRequest] = []  # none was ready for their decode
-        self.fleet = SimFleet(kernel, config, policies, self, block_tokens=block_tokens, on_change=self.place_waiting)
-        effects = ClusterEffects(self.fleet, self.ledger, self.counts)
-        self.handoffs = Handoffs(
+        self.fleet = SimFleet(
             kernel,
-            self.fleet,
-            self.network,
-            wait_s=config.handoff_wait_s,
-            on_late=self._late,
+            config,
+            self,
+            make_engine=make_engine,
+            lengths=lengths,
+            block_tokens=trace.block_tokens,
+            on_change=self.place_waiting,
         )
-        self.runner = FleetRunner(policies, self.fleet.view, effects)
+        self.runner = FleetRunner(policy, self.fleet.view, self)
         self._largest = min(spec.capacity_tokens for spec in config.fleet)
 
     # -- arrival and placement ---------------------------------------------------------------------------------------
@@ -107,7 +133,7 @@ class Cluster:
         request.epoch += 1
         event, now_s = (request, request.epoch), self._kernel.now_s
         self._kernel.at(now_s + self._config.host.front_s, Priority.ARRIVAL, self._reserve, event)
-        self._kernel.at(now_s + self._config.handoff_wait_s, Priority.END, self._end_handshake, event)
+        self._kernel.at(now_s + HANDOFF_WAIT_S, Priority.END, self._end_handshake, event)
 
     def _reserve(self, event: tuple[SimRequest, int]) -> None:
         request, epoch = event
@@ -122,7 +148,7 @@ class Cluster:
         request, epoch = event
         if request.epoch != epoch or request.home is None or request.private_tokens or request.shared_blocks:
             return
-        self.handoffs.call_off(request)
+        self._call_off(request)
         self.fleet.overlapped(request.home).admit(request, self._kernel.now_s)
 
     def place_waiting(self) -> None:
@@ -149,12 +175,30 @@ class Cluster:
         if target is None:
             self._unplaced.append(request)
         else:
-            self.handoffs.start(request, target)
+            self._start_handoff(request, target)
 
-    def _late(self, request: SimRequest, target: int) -> None:
+    # -- KV on its way: room at the target first, then the transfer, then the request decodes there --------------------
+
+    def _start_handoff(self, request: SimRequest, target: SimInstance) -> None:
+        """``request`` is to decode at ``target``; the transfer begins as soon as there is room."""
+        request.target = target.view.index
+        request.reserved = False
+        target.reserve(request)
+        if not request.reserved:
+            request.epoch += 1
+            at_s = self._kernel.now_s + HANDOFF_WAIT_S
+            self._kernel.at(at_s, Priority.END, self._waited, (request, request.epoch))
+
+    def _waited(self, event: tuple[SimRequest, int]) -> None:
         """No room came in time. The KV is given up and computed anew at the target: two engines that wait for each
         other's memory would wait for ever."""
+        request, epoch = event
+        if request.epoch != epoch:
+            return
+        target = request.target
+        assert target is not None
         assert request.home is not None
+        self._call_off(request)
         self.fleet.instances[request.home].release(request)
         request.restart()
         self.counts["handoffs_redone"] += 1
@@ -166,6 +210,66 @@ class Cluster:
         request.move(SimStage.PREFILL)
         request.planned = target
         instance.submit(request)
+
+    def _transfer(self, request: SimRequest) -> None:
+        """The target has made room: the KV is sent."""
+        assert request.home is not None
+        assert request.target is not None
+        size = request.context_tokens * self.fleet.instances[request.home].costs.profile.kv_bytes_per_token
+        end_s = self.network.send(request.home, request.target, size, self._kernel.now_s)
+        request.epoch += 1
+        self._kernel.at(end_s, Priority.END, self._transferred, request)
+
+    def _transferred(self, request: SimRequest) -> None:
+        assert request.home is not None
+        assert request.target is not None
+        source, target = self.fleet.instances[request.home], self.fleet.instances[request.target]
+        request.target = None
+        source.release(request)
+        target.incoming.settle(request)
+        target.join(request)
+        self.fleet.check_drained()
+
+    def _call_off(self, request: SimRequest) -> None:
+        """``request``, whose KV is not on its way yet, does not go to its target; the target's room is free again."""
+        assert request.target is not None
+        request.epoch += 1
+        target, request.target = self.fleet.instances[request.target], None
+        if request.reserved or request in target.incoming.waiting:
+            target.unreserve(request, reserved=request.reserved)
+        request.reserved = False
+
+    # -- what policies can do ----------------------------------------------------------------------------------------
+
+    def set_role(self, action: SetRole, now_s: float) -> Refusal | None:
+        self.fleet.set_role(action.instance, action.role)
+        return None
+
+    def set_length_class(self, action: SetLengthClass, now_s: float) -> Refusal | None:
+        action.instance.length_class = action.length_class
+        return None
+
+    def scale(self, action: ScaleTo, now_s: float) -> Refusal | None:
+        self.fleet.scale(action)
+        return None
+
+    def migrate(self, action: Migrate, now_s: float) -> Refusal | None:
+        request = self.ledger.live.get(action.rid)
+        source, target = self.fleet.of(action.source), self.fleet.of(action.target)
+        movable = (
+            request is not None
+            and request.target is None
+            and request in source.decoding.running.members
+            and target is not source
+            and self.fleet.is_ready(target)
+        )
+        if request is None or not movable or not target.incoming.has_room(action.tokens):
+            self.counts["migrations_refused"] += 1
+            return Refusal.NOT_MOVABLE
+        request.target = target.view.index
+        request.reserved = False
+        source.part_with(request)
+        return None
 
     # -- what instances report ---------------------------------------------------------------------------------------
 
@@ -223,7 +327,7 @@ class Cluster:
             at_s = self._kernel.now_s + self._config.host.handshake_s
             self.fleet.overlapped(request.home).admit(request, at_s)
         else:
-            self.handoffs.transfer(request)
+            self._transfer(request)
 
     def on_left(self, request: SimRequest, instance: int) -> None:
         target = None if request.target is None else self.fleet.instances[request.target]
@@ -235,7 +339,7 @@ class Cluster:
             return
         request.migrations += 1
         self.counts["migrations"] += 1
-        self.handoffs.start(request, target)
+        self._start_handoff(request, target)
 
     # -- ends --------------------------------------------------------------------------------------------------------
 
@@ -244,8 +348,8 @@ class Cluster:
         self.runner.finish(request.fleet, output_tokens, self._kernel.now_s)
         self.fleet.note_end(request, output_tokens)
         self.fleet.check_drained()
-        if self.on_closed is not None:
-            self.on_closed(request)
+        if self._on_closed is not None:
+            self._on_closed(request)
 
     def check_integrity(self) -> None:
         """Asserts that no request and no token of KV is lost or counted twice."""

@@ -8,17 +8,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pla_sglang.common.checks import Range, check_fields, knob, require
-from pla_sglang.policy.interface.decisions import Controller, Dispatcher, Observer, observers_of
+from pla_sglang.common.errors import ConfigError
 from pla_sglang.policy.interface.fleet import InstanceKind, Role
 from pla_sglang.policy.interface.prefill import EnginePolicy, PrefillClass
-from pla_sglang.policy.interface.remaining_length import NoPrediction, RemainingPredictor
 from pla_sglang.profiles import StepProfile
 from pla_sglang.sim.core.costs import StepCosts
 from pla_sglang.sim.core.engine_knobs import EngineKnobs
-from pla_sglang.sim.core.errors import SimConfigError
 from pla_sglang.sim.core.host import NO_HOST, HostKnobs
 from pla_sglang.sim.core.kernel import LATEST_S
-from pla_sglang.sim.core.network import NetworkKnobs
+
+# Makes the policy of one engine, from its profile and its limits.
+MakeEngine = Callable[[StepProfile, EngineKnobs], EnginePolicy]
 
 
 class RoleSwitch(enum.Enum):
@@ -51,7 +51,6 @@ class InstanceSpec:
     Attributes:
         profile: step times and memory.
         count, kind, role, length_class: see ``InstanceView``.
-        tensor_parallel: GPUs of the instance. None: the profile's.
         kv_capacity_tokens: None: the profile's.
 
     Raises:
@@ -63,44 +62,16 @@ class InstanceSpec:
     kind: InstanceKind = InstanceKind.STATELESS
     role: Role = Role.MIXED
     length_class: PrefillClass | None = None
-    tensor_parallel: int | None = knob(None, allowed=Range(1))
     kv_capacity_tokens: int | None = knob(None, allowed=Range(1))
 
     def __post_init__(self) -> None:
         check_fields(self, "instance")
         if not self.profile.decode_s(1, 1) > 0:
-            raise SimConfigError(f"profile {self.profile.name} has no decode times; a simulation needs both phases")
+            raise ConfigError(f"profile {self.profile.name} has no decode times; a simulation needs both phases")
 
     @property
     def capacity_tokens(self) -> int:
         return self.kv_capacity_tokens or self.profile.kv_capacity_tokens
-
-    @property
-    def gpus(self) -> int:
-        return self.tensor_parallel or self.profile.gpus
-
-
-@dataclass(frozen=True)
-class Policies:
-    """Who decides. The same objects serve the real router; a simulation changes their state, so build them anew.
-
-    Attributes:
-        dispatcher: places requests.
-        controllers: change the fleet, each at its own interval.
-        engine: makes the policy of one engine, from its costs' profile and its knobs.
-        lengths: remaining answer tokens that migration policies see; it is handed the truth.
-        name: what reports call the combination.
-    """
-
-    dispatcher: Dispatcher
-    engine: Callable[[StepProfile, EngineKnobs], EnginePolicy]
-    controllers: Sequence[Controller] = ()
-    lengths: RemainingPredictor = dataclasses.field(default_factory=NoPrediction)
-    name: str = "policy"
-
-    def observers(self) -> list[Observer]:
-        """Those of them that want reports; each once, in a fixed order."""
-        return observers_of(self.dispatcher, *self.controllers)
 
 
 @dataclass(frozen=True)
@@ -110,14 +81,13 @@ class SimConfig:
     Attributes:
         fleet: instances at the start; at least one.
         engine: limits of every engine.
-        network: between instances.
+        bandwidth_bytes_per_s: of the link of an instance, infinity for no cost. 50e9 is a 400 Gbit/s NIC; Arrow's
+            NVLink is 400e9.
         flip: how instances that are not stateless change roles.
         report_interval_s: how old an instance's numbers get before a router has them anew. What the router itself
             sent, and what it heard of (first tokens, ends), it knows at once.
         sample_s: distance of the samples that reports plot.
         startup_s: from the decision to a ready instance; None: 10 s and reading the weights at 2 GB/s.
-        handoff_wait_s: how long a prefilled or migrating request waits for room at its target before its KV is given up
-            and computed anew there.
         output_limit_tokens: ``max_tokens`` that clients send; None: just what the answer has.
         ttft_slo_s, tpot_slo_s: targets that requests carry; None: none.
         prefill_graph_tokens: see ``StepCosts``.
@@ -128,7 +98,6 @@ class SimConfig:
         known_steps, told_profile: what policies know of step times, and the profile that they were made with; None: the
             first instance's.
         prefix_knowledge: what policies know of prefix caches.
-        seed: recorded in results; everything random (policies, predictors) is made from it by the caller.
 
     Raises:
         ConfigError: a value is out of range.
@@ -136,12 +105,11 @@ class SimConfig:
 
     fleet: Sequence[InstanceSpec]
     engine: EngineKnobs = dataclasses.field(default_factory=EngineKnobs)
-    network: NetworkKnobs = dataclasses.field(default_factory=NetworkKnobs)
+    bandwidth_bytes_per_s: float = knob(50e9, allowed=Range(0, above=True))
     flip: RoleSwitch = RoleSwitch.LABEL
     report_interval_s: float = knob(0.25, allowed=Range(0, LATEST_S, above=True))
     sample_s: float = knob(5.0, allowed=Range(0, LATEST_S, above=True))
     startup_s: float | None = knob(None, allowed=Range(0, LATEST_S))
-    handoff_wait_s: float = knob(30.0, allowed=Range(0, LATEST_S, above=True))
     output_limit_tokens: int | None = knob(None, allowed=Range(1))
     ttft_slo_s: float | None = knob(None, allowed=Range(0, above=True, infinite=True))
     tpot_slo_s: float | None = knob(None, allowed=Range(0, above=True, infinite=True))
@@ -152,11 +120,10 @@ class SimConfig:
     known_steps: KnownSteps = KnownSteps.TOLD
     told_profile: StepProfile | None = None
     prefix_knowledge: PrefixKnowledge = PrefixKnowledge.EXACT
-    seed: int = 0
 
     def __post_init__(self) -> None:
         if not self.fleet:
-            raise SimConfigError("the fleet has zero instances; allowed: at least one")
+            raise ConfigError("the fleet has zero instances; allowed: at least one")
         check_fields(self)
         for row, pause_s in enumerate(self.pauses_s or ()):
             require(f"pause before row {row}, seconds", pause_s, 0, LATEST_S)
@@ -165,7 +132,7 @@ class SimConfig:
         """Seconds from the decision to start such an instance until it is ready."""
         if self.startup_s is not None:
             return self.startup_s
-        return 10.0 + spec.profile.weights_bytes / spec.gpus / 2e9
+        return 10.0 + spec.profile.weights_bytes / spec.profile.gpus / 2e9
 
     def costs_of(self, spec: InstanceSpec) -> StepCosts:
         """Step times of such an instance."""

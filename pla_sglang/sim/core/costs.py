@@ -12,8 +12,8 @@ import math
 from dataclasses import dataclass
 
 from pla_sglang.common.checks import require
+from pla_sglang.common.errors import ConfigError
 from pla_sglang.profiles import StepProfile
-from pla_sglang.sim.core.errors import SimConfigError
 from pla_sglang.sim.core.kernel import LATEST_S
 
 FAR = 1 << 40  # steps; longer than any request
@@ -84,7 +84,7 @@ class StepCosts:
     ) -> None:
         sizes = prefill_graph_tokens
         if sizes is not None and list(sizes) != sorted({size for size in sizes if size > 0}):
-            raise SimConfigError(f"prefill_graph_tokens is {sizes}; allowed: whole numbers above 0, rising")
+            raise ConfigError(f"prefill_graph_tokens is {sizes}; allowed: whole numbers above 0, rising")
         require("overhead_s", overhead_s, 0, LATEST_S)
         self.profile = profile
         self._overhead_s = overhead_s

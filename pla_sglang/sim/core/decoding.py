@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pla_sglang.sim.core.costs import Segment, StepCosts
 from pla_sglang.sim.core.engine_knobs import EngineKnobs
-from pla_sglang.sim.core.growth import GrowthRatio, PredictedLimits
+from pla_sglang.sim.core.growth import AnswerLimits, GrowthRatio
 from pla_sglang.sim.core.meter import EngineMeter
 from pla_sglang.sim.core.pool import KvPool
 from pla_sglang.sim.core.request import SimRequest
@@ -18,18 +18,17 @@ from pla_sglang.sim.core.running import RunningBatch
 class Decoding:
     """Runs decode steps in closed form. Knows no events: it answers with times, and the engine schedules them."""
 
-    def __init__(self, pool: KvPool, costs: StepCosts, knobs: EngineKnobs) -> None:
+    def __init__(self, pool: KvPool, costs: StepCosts, knobs: EngineKnobs, limits: AnswerLimits) -> None:
         self.running = RunningBatch(knobs.limit_clip_tokens)
-        self._limit_clip_tokens = knobs.limit_clip_tokens
         self.joining: list[SimRequest] = []  # their KV is here; they decode from the next boundary on
         self.meter = EngineMeter()
         self.growth = GrowthRatio(knobs)
-        self.predicted: PredictedLimits | None = None  # None: by the limits that clients send
         self.segment: Segment | None = None
         self.start_s = 0.0  # of the open segment
         self.cut_at = 0  # steps after which it ends
-        self._pool = pool
-        self._costs = costs
+        self.pool = pool
+        self.costs = costs
+        self._limits = limits
 
     # -- a segment -----------------------------------------------------------------------------------------------------
 
@@ -43,10 +42,10 @@ class Decoding:
         """
         running = self.running
         batch = len(running)
-        room = (self._pool.available_tokens - reserved_tokens) // batch
+        room = (self.pool.available_tokens - reserved_tokens) // batch
         steps = min(running.steps_to_end(), max(1, room))
         steps = steps if steps_most is None else min(steps, steps_most)
-        segment = self._costs.segment(batch, running.context_tokens, steps)
+        segment = self.costs.segment(batch, running.context_tokens, steps)
         self.segment, self.start_s = segment, now_s
         self.cut_at = segment.steps
         if release_s is not None:
@@ -87,7 +86,7 @@ class Decoding:
     def stepped(self, steps: int, ended_s: float) -> list[SimRequest]:
         """The running requests have got ``steps`` tokens each, the last at ``ended_s``."""
         running = self.running
-        self._pool.take(steps * len(running))
+        self.pool.take(steps * len(running))
         running.advance(steps)
         self.growth.on_steps(steps)
         self.meter.steps(steps, ended_s)
@@ -103,26 +102,18 @@ class Decoding:
 
     def expected_tokens(self) -> int:
         """What the running requests are expected to add."""
-        return int(self.growth.value * self._growth_tokens())
+        return int(self.growth.value * self._limits.of_running(self.running))
 
     def expected_tokens_with(self, request: SimRequest) -> float:
         """What they and ``request``, which is to decode here, are expected to add."""
-        own_tokens = min(request.limit_left, self._limit_clip_tokens)
-        if self.predicted is not None:
-            own_tokens = self.predicted.of_next(request, own_tokens)
-        return self.growth.value * (self._growth_tokens() + own_tokens)
-
-    def _growth_tokens(self) -> int:
-        if self.predicted is not None:
-            return self.predicted.of_running(self.running, self._limit_clip_tokens)
-        return self.running.growth_tokens()
+        return self.growth.value * (self._limits.of_running(self.running) + self._limits.of_next(request))
 
     def must_retract(self, reserved_tokens: int) -> bool:
         """The pool has no room for one more token of every running request.
 
         Then even the last one may have to go: KV that waits to be sent elsewhere, or is on its way here, stays.
         """
-        return len(self.running) > 0 and self._pool.available_tokens - reserved_tokens < len(self.running)
+        return len(self.running) > 0 and self.pool.available_tokens - reserved_tokens < len(self.running)
 
     def retract(self) -> SimRequest:
         """Takes out whom SGLang retracts first; what it holds is the caller's to free."""
@@ -133,12 +124,9 @@ class Decoding:
     def on_retracted(self) -> None:
         """After retractions: admission counts on more growth."""
         running = self.running
-        decoded = running.decoded_tokens()
-        if self.predicted is None:
-            limit = sum(request.limit_tokens for request in running.members)
-        else:
-            limit = decoded + self._growth_tokens()
-        self.growth.on_retract(decoded_tokens=decoded, requests=len(running), limit_tokens=limit)
+        self.growth.on_retract(
+            decoded_tokens=running.decoded_tokens(), requests=len(running), limit_tokens=self._limits.in_full(running)
+        )
 
 
 def first_at_or_after(segment: Segment, elapsed_s: float) -> int:

@@ -32,7 +32,6 @@ class EngineKnobs:
         limit_clip_tokens: of what a request may still get, admission counts this much at most
             (``SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION``).
         reserve_by_lengths: admission takes what is predicted of an answer for its limit, without the clip.
-        match_window: waiting requests, from the head, whose prefix match is kept fresh.
         answers: of traces that name the blocks of answers (``Trace.answer_ids``). SGLang's decode instances have no
             prefix cache, so a split fleet keeps answers as RETURNED only if something brings them back. Then the
             answer is as long as the trace's ids say, also where ``output_tokens`` were cut to those of a prefill.
@@ -52,7 +51,6 @@ class EngineKnobs:
     growth_decay_steps: int = knob(600, allowed=Range(1))
     limit_clip_tokens: int = knob(4096, allowed=Range(1))
     reserve_by_lengths: bool = False
-    match_window: int = knob(64, allowed=Range(1))
     answers: AnswerCaching = AnswerCaching.DROPPED
     lose_all: bool = False
 

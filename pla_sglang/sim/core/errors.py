@@ -1,12 +1,8 @@
-"""Errors of the simulator."""
+"""The error of the simulator."""
 
 from __future__ import annotations
 
-from pla_sglang.common.errors import ConfigError, PlaError
-
-
-class SimConfigError(ConfigError):
-    """A simulation was set up with a value that is not allowed; the message names it and what is."""
+from pla_sglang.common.errors import PlaError
 
 
 class SimError(PlaError, RuntimeError):

@@ -27,10 +27,9 @@ from pla_sglang.policy.star.predictors import PAPER_BINS, Binned, Noisy
 from pla_sglang.policy_packages import PolicyName, build, read_knobs
 from pla_sglang.profiles import StepProfile, load_profile, profile_names
 from pla_sglang.profiles.scaled import NO_ERROR, StepError
-from pla_sglang.sim.core.config import InstanceSpec, KnownSteps, Policies, PrefixKnowledge, RoleSwitch, SimConfig
+from pla_sglang.sim.core.config import InstanceSpec, KnownSteps, PrefixKnowledge, RoleSwitch, SimConfig
 from pla_sglang.sim.core.engine_knobs import AnswerCaching, EngineKnobs
 from pla_sglang.sim.core.host import NO_HOST, HostKnobs
-from pla_sglang.sim.core.network import NetworkKnobs
 from pla_sglang.sim.core.simulation import Progress, RunResult, Simulation
 from pla_sglang.sim.metrics.goodput import Capacity, Goodput, Slo, find_capacity, goodput
 from pla_sglang.sim.workload.trace import Trace
@@ -42,6 +41,7 @@ PLAIN_LENGTHS = {"oracle": Oracle, "none": NoPrediction, "survival": SurvivalPre
 LENGTHS = (*PLAIN_LENGTHS, "binned", "noisy:TOKENS")
 SESSIONS = ("closed", "open")
 COUNT = Range(1)
+NO_OTHER_LIMITS = EngineKnobs()
 STOCK_KINDS = {
     Role.MIXED: InstanceKind.UNIFIED,
     Role.PREFILL: InstanceKind.PREFILL,
@@ -54,7 +54,7 @@ class Experiment:
     """What to run. Everything but the trace, which is large and shared by many.
 
     ``chunk_tokens``, ``mixed``, ``slots``, ``answers``, ``kv_capacity_tokens``, ``bandwidth_bytes_per_s``, ``flip``,
-    ``startup_s``: see ``EngineKnobs``, ``InstanceSpec``, ``NetworkKnobs`` and ``SimConfig``. ``lengths`` "binned" has
+    ``startup_s``: see ``EngineKnobs``, ``InstanceSpec`` and ``SimConfig``. ``lengths`` "binned" has
     STAR's bins of section 6.5, 6 of them unless "binned:N" says 2 or 4; the TOKENS of "noisy" are a mean absolute
     error.
     """
@@ -162,9 +162,7 @@ class Experiment:
     )
     stateless: bool = True  # ``Setup.stateless``
     migrates: bool = True  # ``Setup.migrates``
-    conservativeness: float = knob(1.0, allowed=Range(0))  # share of SGLang's reserve for answers that grow
-    limit_clip_tokens: int = knob(EngineKnobs.limit_clip_tokens, allowed=COUNT)  # as of ``EngineKnobs``
-    reserve_by_lengths: bool = False  # likewise
+    limits: EngineKnobs = NO_OTHER_LIMITS  # of engines, where no field above says them
     report_interval_s: float = 0.25
     step_error: StepError = NO_ERROR  # of the devices against their profiles
     host: HostKnobs = NO_HOST  # what real hosts add; ``python -m bench fidelity`` measures it
@@ -316,47 +314,38 @@ def run_experiment(experiment: Experiment, trace: Trace, progress: Progress | No
     config = SimConfig(
         _fleet(experiment, chosen),
         engine=_engine_knobs(experiment),
-        network=NetworkKnobs(experiment.bandwidth_bytes_per_s),
+        bandwidth_bytes_per_s=experiment.bandwidth_bytes_per_s,
         flip=experiment.flip,
         startup_s=experiment.startup_s,
         output_limit_tokens=experiment.output_limit_tokens,
         ttft_slo_s=slo.ttft_s,
         tpot_slo_s=slo.tpot_s,
-        seed=experiment.seed,
         host=experiment.host,
         report_interval_s=experiment.report_interval_s,
         known_steps=experiment.known_steps,
         told_profile=profile,
         prefix_knowledge=experiment.prefix_knowledge,
     )
-    policies = Policies(
-        chosen.dispatcher,
-        functools.partial(
-            engine_policy,
-            experiment.engine,
-            decide=experiment.deadlines == "decide",
-            pass_s=experiment.host.step_s,
-            texts=experiment.engine_knobs,
-        ),
-        chosen.controllers,
-        lengths=length_predictor(experiment.lengths, experiment.seed),
-        name=experiment.policy,
+    make_engine = functools.partial(
+        engine_policy,
+        experiment.engine,
+        decide=experiment.deadlines == "decide",
+        pass_s=experiment.host.step_s,
+        texts=experiment.engine_knobs,
     )
-    result = Simulation(trace, config, policies).run(progress)
+    lengths = length_predictor(experiment.lengths, experiment.seed)
+    result = Simulation(trace, config, chosen, make_engine, lengths).run(progress)
     return ExperimentResult(experiment, trace.rate_per_s, result, goodput(result.served, slo, jobs))
 
 
 def _engine_knobs(experiment: Experiment) -> EngineKnobs:
-    return EngineKnobs(
+    return dataclasses.replace(
+        experiment.limits,
         chunk_tokens=experiment.chunk_tokens,
         slots=experiment.slots,
         mixed=experiment.mixed,
         decode_interval=experiment.decode_interval,
         answers=experiment.answers,
-        growth_start=min(1.0, experiment.conservativeness * EngineKnobs.growth_start),
-        growth_least=min(1.0, experiment.conservativeness * EngineKnobs.growth_least),
-        limit_clip_tokens=experiment.limit_clip_tokens,
-        reserve_by_lengths=experiment.reserve_by_lengths,
     )
 
 

@@ -14,13 +14,22 @@ from pla_sglang.policy.common.length_errors import JudgedPredictor
 from pla_sglang.policy.common.start_times import StartTimes
 from pla_sglang.policy.interface.decisions import ScaleTo
 from pla_sglang.policy.interface.fleet import DecodeBatch, FleetView, InstanceKind, InstanceState, InstanceView, Role
-from pla_sglang.policy.interface.remaining_length import EndedAnswer, Floats, RunningAnswer, RunningAnswers
+from pla_sglang.policy.interface.remaining_length import (
+    EndedAnswer,
+    Floats,
+    RemainingPredictor,
+    RunningAnswer,
+    RunningAnswers,
+)
 from pla_sglang.policy.measured_steps import InstanceSteps
-from pla_sglang.sim.core.config import InstanceSpec, KnownSteps, Policies, PrefixKnowledge, RoleSwitch, SimConfig
+from pla_sglang.sim.core.config import InstanceSpec, KnownSteps, MakeEngine, PrefixKnowledge, RoleSwitch, SimConfig
+from pla_sglang.sim.core.decoding import Decoding
+from pla_sglang.sim.core.growth import AnswerLimits
 from pla_sglang.sim.core.instance import InstanceEvents, SimInstance
 from pla_sglang.sim.core.kernel import Kernel, Priority
 from pla_sglang.sim.core.overlap import OverlappedInstance
 from pla_sglang.sim.core.pool import KvPool, ignore_block
+from pla_sglang.sim.core.prefill import PrefillQueue
 from pla_sglang.sim.core.request import SimRequest, SimStage
 
 _ROLE_SWITCH_END = {InstanceKind.PREFILL: InstanceKind.DECODE, InstanceKind.DECODE: InstanceKind.PREFILL}
@@ -37,7 +46,7 @@ class Life:
     def gpu_s(self, until_s: float) -> float:
         """GPU seconds up to ``until_s``."""
         end_s = until_s if self.end_s is None else min(self.end_s, until_s)
-        return max(0.0, end_s - self.start_s) * self.spec.gpus
+        return max(0.0, end_s - self.start_s) * self.spec.profile.gpus
 
 
 class SimFleet:
@@ -47,9 +56,10 @@ class SimFleet:
         self,
         kernel: Kernel,
         config: SimConfig,
-        policies: Policies,
         host: InstanceEvents,
         *,
+        make_engine: MakeEngine,
+        lengths: RemainingPredictor,
         block_tokens: int,
         on_change: Callable[[], None],
     ) -> None:
@@ -59,10 +69,11 @@ class SimFleet:
         self.view = FleetView((), self._decodes)
         self.flips = 0
         self.scale_outs = self.scale_ins = 0  # instances that were started, and told to leave
-        self.lengths = JudgedPredictor(policies.lengths)
+        self.lengths = JudgedPredictor(lengths)
+        self._reserves = config.engine.reserve_by_lengths and not self.lengths.is_blind
         self._kernel = kernel
         self._config = config
-        self._policies = policies
+        self._make_engine = make_engine
         self._host = host
         self._block_tokens = block_tokens
         self._on_change = on_change
@@ -85,7 +96,7 @@ class SimFleet:
             state=state,
             length_class=spec.length_class,
             kv_capacity_tokens=spec.capacity_tokens,
-            tensor_parallel=spec.gpus,
+            tensor_parallel=spec.profile.gpus,
             chunk_max_tokens=self._config.engine.chunk_tokens,
             profile=spec.profile.name,
             since_s=self._kernel.now_s,
@@ -93,24 +104,25 @@ class SimFleet:
         exact, clock = self._config.prefix_knowledge is PrefixKnowledge.EXACT, lambda: self._kernel.now_s
         watcher = functools.partial(self._change_block, index) if exact else ignore_block
         pool = KvPool(spec.capacity_tokens, self._block_tokens, watcher, clock)
-        made = OverlappedInstance if self._config.host.overlap else SimInstance
+        # Who is to come has no token yet, so it is not among those of the place that are at risk.
+        predict = (lambda rows, running: self._predict(rows, view.name if running else "")) if self._reserves else None
+        knobs, overhead = self._config.engine, self._config.host
+        limits = AnswerLimits(knobs.limit_clip_tokens, predict)
+        made: Callable[..., SimInstance] = SimInstance
+        if overhead.overlap:
+            made = functools.partial(OverlappedInstance, overhead=overhead)
         instance = made(
             self._kernel,
             view,
-            costs=self._config.costs_of(spec),
-            knobs=self._config.engine,
-            policy=self._policies.engine(spec.profile, self._config.engine),
-            pool=pool,
+            queue=PrefillQueue(view, pool, knobs, limits, share_later=overhead.overlap),
+            decoding=Decoding(pool, self._config.costs_of(spec), knobs, limits),
+            knobs=knobs,
+            policy=self._make_engine(spec.profile, knobs),
             host=self._host,
         )
         if not exact:
             instance.report.know_cache_by(self.cache)
-        if isinstance(instance, OverlappedInstance):
-            instance.set_host(self._config.host)
         self._tell_steps(instance, spec)
-        if self._config.engine.reserve_by_lengths and not self.lengths.is_blind:
-            # Who is to come has no token yet, so it is not among those of the place that are at risk.
-            instance.reserve_by(lambda rows, running: self._predict(rows, view.name if running else ""))
         self.instances.append(instance)
         self.lives.append(Life(spec, self._kernel.now_s))
         self.view.add(view)

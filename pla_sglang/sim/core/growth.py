@@ -44,27 +44,33 @@ class GrowthRatio:
             self.value = min(1.0, (decoded_tokens + RETRACT_STEPS * requests) / limit_tokens)
 
 
-class PredictedLimits:
-    """What running requests may still get by what is predicted of each, in place of the limits that clients send.
+class AnswerLimits:
+    """What requests may still get, as admission counts it: their limits, clipped, or what is predicted of each.
 
-    Admission counts the same share of it (``GrowthRatio``), so exact lengths are as good as exact limits.
+    Admission counts the same share of either (``GrowthRatio``), so exact lengths are as good as exact limits.
 
     Args:
-        predict: of one engine's requests.
+        predict: of one engine's requests; None: by the limits that clients send.
     """
 
-    def __init__(self, predict: Predict) -> None:
+    def __init__(self, clip_tokens: int, predict: Predict | None = None) -> None:
+        self._clip_tokens = clip_tokens
         self._predict = predict
         self._ends: dict[SimRequest, float] = {}  # step counters at which members are predicted to end; nan: unknown
         self._made_at = 0  # step counter
 
-    def of_next(self, request: SimRequest, counted_tokens: int) -> int:
-        """What one that comes may get; ``counted_tokens`` where nothing is known."""
+    def of_next(self, request: SimRequest) -> int:
+        """What one that comes may get."""
+        clipped_tokens = min(request.limit_left, self._clip_tokens)
+        if self._predict is None:
+            return clipped_tokens
         rest = float(self._predict([(request, request.done_tokens)], False)[0])
-        return counted_tokens if math.isnan(rest) else min(request.limit_left, max(1, math.ceil(rest)))
+        return clipped_tokens if math.isnan(rest) else min(request.limit_left, max(1, math.ceil(rest)))
 
-    def of_running(self, running: RunningBatch, clip_tokens: int) -> int:
-        """The sum; where nothing is known of a member what its limit leaves, at most ``clip_tokens``."""
+    def of_running(self, running: RunningBatch) -> int:
+        """The sum over its members; one of whom nothing is known counts by its limit."""
+        if self._predict is None:
+            return running.growth_tokens()
         members = list(running.members)
         if not members:
             return 0
@@ -74,5 +80,11 @@ class PredictedLimits:
             self._made_at, self._ends = running.step, dict(zip(members, (running.step + told).tolist(), strict=True))
         left = np.array([request.limit_tokens - running.done_of(request) for request in members], dtype=np.float64)
         rests = np.maximum(1.0, np.array([self._ends[request] for request in members]) - running.step)
-        rests = np.where(np.isnan(rests), np.minimum(left, clip_tokens), np.minimum(rests, left))
+        rests = np.where(np.isnan(rests), np.minimum(left, self._clip_tokens), np.minimum(rests, left))
         return math.ceil(float(rests.sum()))
+
+    def in_full(self, running: RunningBatch) -> int:
+        """Answer tokens of all members when they end, without the clip."""
+        if self._predict is None:
+            return sum(request.limit_tokens for request in running.members)
+        return running.decoded_tokens() + self.of_running(running)

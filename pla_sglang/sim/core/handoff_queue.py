@@ -151,7 +151,7 @@ def _make_view(request: SimRequest, now_s: float) -> WaitingView:
     begun = request.done_tokens > 0
     deadline_s = request.waiting.deadline_s
     if begun:
-        tpot_slo_s = request.slo_s[1]
+        tpot_slo_s = request.fleet.tpot_slo_s
         deadline_s = None if tpot_slo_s is None else now_s + tpot_slo_s
     return reservation_view(
         request.rid, request.arriving_tokens, now_s, deadline_s=deadline_s, begun=begun, handle=request

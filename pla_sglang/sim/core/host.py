@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from pla_sglang.common.checks import Range, check_fields, knob
-from pla_sglang.sim.core.errors import SimConfigError
+from pla_sglang.common.errors import ConfigError
 from pla_sglang.sim.core.kernel import LATEST_S
 
 TIME = Range(0, LATEST_S)
@@ -44,7 +44,7 @@ class HostKnobs:
     def __post_init__(self) -> None:
         check_fields(self, "host")
         if self.room_first and not self.overlap:
-            raise SimConfigError("host room_first is set without overlap; allowed: both, or overlap alone")
+            raise ConfigError("host room_first is set without overlap; allowed: both, or overlap alone")
 
 
 NO_HOST = HostKnobs()

@@ -17,16 +17,13 @@ from pla_sglang.policy.interface.decisions import MeasuredPass, PrefillSample
 from pla_sglang.policy.interface.fleet import InstanceView
 from pla_sglang.policy.interface.prefill import Action, EnginePolicy, PassView
 from pla_sglang.policy.measured_steps import InstanceSteps
-from pla_sglang.sim.core.costs import StepCosts
 from pla_sglang.sim.core.decoding import Decoding
 from pla_sglang.sim.core.engine_knobs import EngineKnobs
 from pla_sglang.sim.core.errors import SimError
-from pla_sglang.sim.core.growth import Predict, PredictedLimits
 from pla_sglang.sim.core.handoff_queue import HandoffQueue
 from pla_sglang.sim.core.instance_view import InstanceReport
 from pla_sglang.sim.core.kernel import Kernel, Priority
 from pla_sglang.sim.core.measured import PassMeasurement
-from pla_sglang.sim.core.pool import KvPool
 from pla_sglang.sim.core.prefill import PrefillPass, PrefillQueue
 from pla_sglang.sim.core.request import SimRequest, SimStage
 
@@ -66,27 +63,27 @@ class SimInstance:
         kernel: Kernel,
         view: InstanceView,
         *,
-        costs: StepCosts,
+        queue: PrefillQueue,
+        decoding: Decoding,
         knobs: EngineKnobs,
         policy: EnginePolicy,
-        pool: KvPool,
         host: InstanceEvents,
     ) -> None:
         self.view = view
-        self.pool = pool
-        self.costs = costs
-        self.queue = PrefillQueue(view, pool, knobs)
-        self.decoding = Decoding(pool, costs, knobs)
+        self.pool = decoding.pool
+        self.costs = decoding.costs
+        self.queue = queue
+        self.decoding = decoding
         self.incoming = HandoffQueue(
             view,
-            pool,
+            self.pool,
             self.decoding,
             self.queue,
             knobs,
             find_reservations(policy),
             lambda reason: host.on_pass_reason(f"room.{reason.value}"),
         )
-        self.report = InstanceReport(view, self.queue, self.decoding, pool)
+        self.report = InstanceReport(view, queue, decoding, self.pool)
         self.alive = True
         self.measured: PassMeasurement | None = None  # None: nobody asks what its passes take
         self._policy = policy
@@ -104,10 +101,6 @@ class SimInstance:
     def measure_passes(self, steps: InstanceSteps) -> None:
         """Fits what its passes take from now on, for ``steps``."""
         self.measured = PassMeasurement(steps)
-
-    def reserve_by(self, predict: Predict) -> None:
-        """Its admission counts what is predicted of answers, from now on."""
-        self.decoding.predicted = self.queue.predicted = PredictedLimits(predict)
 
     def submit(self, request: SimRequest) -> None:
         """``request`` is to be prefilled here."""
@@ -318,7 +311,8 @@ class SimInstance:
         now_s = self._kernel.now_s
         self.decoding.meter.busy.add(done.started_s, now_s)
         if self.measured is not None:
-            batch, context_tokens = self._mixed_in(done)
+            running = self.decoding.running  # they leave and join between passes
+            batch, context_tokens = (len(running), running.context_tokens) if done.mixed else (0, 0)
             self.measured.on_prefill(done, batch, context_tokens, now_s - done.started_s)
         if done.mixed and self.decoding.running.members:
             self._finish_all(self.decoding.stepped(1, now_s))
@@ -329,11 +323,6 @@ class SimInstance:
         for request in complete:
             self._first_token(request)
         self._after_boundary()
-
-    def _mixed_in(self, done: PrefillPass) -> tuple[int, int]:
-        """Decodes of a pass that ends now, and their context as it began; they leave and join between passes."""
-        running = self.decoding.running
-        return (len(running), running.context_tokens) if done.mixed else (0, 0)
 
     def _first_token(self, request: SimRequest) -> None:
         request.done_tokens += 1

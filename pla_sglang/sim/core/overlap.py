@@ -10,6 +10,7 @@ while it waited for the last result begins then. Source: ``Scheduler.event_loop_
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from pla_sglang.sim.core.host import HostKnobs
 from pla_sglang.sim.core.instance import SimInstance
@@ -21,21 +22,15 @@ ALWAYS_S = -math.inf
 
 
 class OverlappedInstance(SimInstance):
-    """An ``SimInstance`` with a host of its own."""
+    """A ``SimInstance`` with a host of its own, which adds ``overhead``."""
 
-    _knobs_of_host: HostKnobs
-    _started_s: float | None  # when the last pass or step started; None: the device had nothing
-    _ended: tuple[int, int]  # requests that ended with the last pass, and their context
-    _here_s: dict[SimRequest, float]  # of decodes that are to join: when their KV came
-    _coming: list[SimRequest]  # their KV may be sent; the host has not looked yet
-
-    def set_host(self, knobs: HostKnobs) -> None:
-        """Before the first request."""
-        self._knobs_of_host = knobs
-        self._started_s = None
-        self._ended = (0, 0)
-        self._here_s, self._coming = {}, []
-        self.queue.share_later = True
+    def __init__(self, *args: Any, overhead: HostKnobs, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._overhead = overhead
+        self._started_s: float | None = None  # when the last pass or step started; None: the device had nothing
+        self._ended = (0, 0)  # requests that ended with the last pass, and their context
+        self._here_s: dict[SimRequest, float] = {}  # of decodes that are to join: when their KV came
+        self._coming: list[SimRequest] = []  # their KV may be sent; the host has not looked yet
 
     # -- what the cluster asks ---------------------------------------------------------------------------------------
 
@@ -43,7 +38,7 @@ class OverlappedInstance(SimInstance):
         request.home = self.view.index
         self.queue.push(request, seen=False)
         if request.target is None:
-            self.admit(request, self._kernel.now_s + self._knobs_of_host.front_s)
+            self.admit(request, self._kernel.now_s + self._overhead.front_s)
 
     def admit(self, request: SimRequest, at_s: float) -> None:
         """A submitted request reaches the queue at ``at_s``; nothing happens when it is there already."""
@@ -143,7 +138,7 @@ class OverlappedInstance(SimInstance):
 
     def _delay_handshakes(self) -> None:
         """The host waited for the result until now: its part in the handshakes that were asked for meanwhile begins."""
-        at_s = self._kernel.now_s + self._knobs_of_host.handshake_s
+        at_s = self._kernel.now_s + self._overhead.handshake_s
         for request, seen_s in self.queue.arriving.items():
             if request.target is not None and seen_s < at_s:
                 self.queue.arriving[request] = at_s

@@ -13,9 +13,11 @@ from pla_sglang.policy.interface.fleet import InstanceView
 from pla_sglang.policy.interface.prefill import Action, PassDecision, PassView, WaitingView
 from pla_sglang.sim.core.engine_knobs import EngineKnobs
 from pla_sglang.sim.core.errors import SimError
-from pla_sglang.sim.core.growth import PredictedLimits
+from pla_sglang.sim.core.growth import AnswerLimits
 from pla_sglang.sim.core.pool import KvPool
 from pla_sglang.sim.core.request import SimRequest
+
+MATCH_WINDOW = 64  # waiting requests, from the head, whose prefix match is kept fresh
 
 
 @dataclasses.dataclass(slots=True)
@@ -40,19 +42,24 @@ class PrefillQueue:
     """Waiting requests of one instance and the one whose prefill is under way.
 
     Keeps the backlog sums of the instance's ``InstanceView``: they count what is not computed yet.
+
+    Args:
+        share_later: blocks of a pass are shareable from ``share_ended`` on, not from its end.
     """
 
-    def __init__(self, view: InstanceView, pool: KvPool, knobs: EngineKnobs) -> None:
+    def __init__(
+        self, view: InstanceView, pool: KvPool, knobs: EngineKnobs, limits: AnswerLimits, *, share_later: bool = False
+    ) -> None:
         self.waiting: list[WaitingView] = []
         self.chunk: SimRequest | None = None
         self.under_way: PrefillPass | None = None
         self.arriving: dict[SimRequest, float] = {}  # counted, but not in the queue before that time
-        self.predicted: PredictedLimits | None = None  # as of ``Decoding``
-        self.share_later = False  # blocks of a pass are shareable from ``share_ended`` on, not from its end
         self._unshared: list[SimRequest] = []
         self._view = view
         self._pool = pool
         self._knobs = knobs
+        self._limits = limits
+        self._share_later = share_later
 
     def __bool__(self) -> bool:
         return bool(self.waiting) or self.chunk is not None
@@ -71,10 +78,7 @@ class PrefillQueue:
         """
         waiting = request.waiting
         room_tokens = self._pool.capacity_tokens - waiting.new_tokens - waiting.history_tokens
-        counted_tokens = min(request.limit_left, self._knobs.limit_clip_tokens)
-        if self.predicted is not None:
-            counted_tokens = self.predicted.of_next(request, counted_tokens)
-        waiting.output_tokens = min(counted_tokens, room_tokens)
+        waiting.output_tokens = min(self._limits.of_next(request), room_tokens)
         if request.hash_ids:
             self._match(request)
         if not seen:
@@ -106,7 +110,7 @@ class PrefillQueue:
     def refresh(self) -> None:
         """Prefix matches of the queue's head, where blocks have come or gone since."""
         version = self._pool.version
-        for view in self.waiting[: self._knobs.match_window]:
+        for view in self.waiting[:MATCH_WINDOW]:
             request = request_of(view)
             if request.hash_ids and request.match_version != version:
                 self._match_again(request)
@@ -236,7 +240,7 @@ class PrefillQueue:
             if request is self.chunk:
                 self.chunk = None
             complete.append(request)
-            if self.share_later:
+            if self._share_later:
                 self._unshared.append(request)
             else:
                 self._share(request)

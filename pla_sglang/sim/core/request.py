@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import math
 from collections.abc import Mapping
 
 from pla_sglang.policy.interface.fleet import RequestView
@@ -45,7 +44,7 @@ class SimRequest:
         output_tokens: tokens it gets; known to nobody who decides.
         limit_tokens: tokens it may get at most, which admission counts on.
         hash_ids, answer_ids: see ``Trace``.
-        slo_s: targets for TTFT and TPOT.
+        slo_s: targets for TTFT and TPOT, which ``fleet`` keeps.
         waiting: its view for engine policies; the queue that it joins sets what counts of its answer. fleet: its view
             for router policies.
         home: index of the instance that holds its KV, or is to compute it; None while pending.
@@ -71,7 +70,7 @@ class SimRequest:
     limit_tokens: int
     hash_ids: tuple[int, ...] = ()
     answer_ids: tuple[int, ...] = ()
-    slo_s: tuple[float | None, float | None] = (None, None)
+    slo_s: dataclasses.InitVar[tuple[float | None, float | None]] = (None, None)
     rid: str = dataclasses.field(init=False)
     waiting: WaitingView = dataclasses.field(init=False)
     fleet: RequestView = dataclasses.field(init=False)
@@ -97,9 +96,9 @@ class SimRequest:
     migrations: int = 0
     epoch: int = 0
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, slo_s: tuple[float | None, float | None]) -> None:
         self.rid = f"r{self.row}"
-        ttft_slo_s, tpot_slo_s = self.slo_s
+        ttft_slo_s, tpot_slo_s = slo_s
         deadline_s = None if ttft_slo_s is None else self.arrival_s + ttft_slo_s
         self.waiting = WaitingView(
             self.rid,
@@ -133,11 +132,6 @@ class SimRequest:
     def arriving_tokens(self) -> int:
         """KV tokens at its arrival where it is to decode; a prefill that is not done yet adds one to the answer."""
         return self.input_tokens + self.done_tokens if self.stage is SimStage.PREFILL else self.context_tokens
-
-    @property
-    def due_s(self) -> float:
-        """When its first token is due; infinite without a target."""
-        return math.inf if self.waiting.deadline_s is None else self.waiting.deadline_s
 
     @property
     def limit_left(self) -> int:

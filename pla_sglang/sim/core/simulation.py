@@ -12,11 +12,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pla_sglang.common.errors import ConfigError
 from pla_sglang.policy.common.plan_log import PlanLog
+from pla_sglang.policy.interface.decisions import PolicySet
+from pla_sglang.policy.interface.remaining_length import NoPrediction, RemainingPredictor
 from pla_sglang.sim.core.closed import ClosedLoop, session_loop
 from pla_sglang.sim.core.cluster import Cluster
-from pla_sglang.sim.core.config import Policies, SimConfig
-from pla_sglang.sim.core.errors import SimConfigError, SimError
+from pla_sglang.sim.core.config import MakeEngine, SimConfig
+from pla_sglang.sim.core.errors import SimError
 from pla_sglang.sim.core.idle import IdleTime
 from pla_sglang.sim.core.kernel import Kernel, Priority
 from pla_sglang.sim.core.plan_watch import PlanWatch
@@ -52,8 +55,6 @@ class RunResult:
         events: handled by the kernel; wall_s, cpu_s: how long that took.
     """
 
-    name: str
-    seed: int
     served: Served
     prefill_start_s: npt.NDArray[np.float64]
     decode_start_s: npt.NDArray[np.float64]
@@ -88,27 +89,45 @@ class RunResult:
 
 
 class Simulation:
-    """A trace, a fleet and the policies that drive it; ``run`` once.
+    """A trace, a fleet and the policies that drive it; ``run`` once, as it changes their state.
+
+    Args:
+        policy: the same objects serve the real router.
+        lengths: remaining answer tokens that migration policies see; it is handed the truth. None: nothing is known.
 
     Raises:
         TraceError: the trace is empty.
-        SimConfigError: the trace has not as many rows as pauses.
+        ConfigError: the trace has not as many rows as pauses.
     """
 
-    def __init__(self, trace: Trace, config: SimConfig, policies: Policies) -> None:
+    def __init__(
+        self,
+        trace: Trace,
+        config: SimConfig,
+        policy: PolicySet,
+        make_engine: MakeEngine,
+        lengths: RemainingPredictor | None = None,
+    ) -> None:
         trace.require_requests()
         if config.pauses_s is not None and len(config.pauses_s) != len(trace):
-            raise SimConfigError(f"{len(config.pauses_s)} pauses; allowed: one for each of the {len(trace)} rows")
+            raise ConfigError(f"{len(config.pauses_s)} pauses; allowed: one for each of the {len(trace)} rows")
         self.kernel = Kernel()
         self.config = config
-        self.cluster = Cluster(self.kernel, config, policies, expected=len(trace), block_tokens=trace.block_tokens)
         self._loop, self._pauses_s = None, config.pauses_s
         if config.users is not None:
             self._loop = ClosedLoop(trace, config.users)
         elif trace.think_s is not None:
             self._loop, self._pauses_s = session_loop(trace)
-        self.cluster.on_closed = None if self._loop is None else self._next_of_user
-        self._policies = policies
+        self.cluster = Cluster(
+            self.kernel,
+            config,
+            trace,
+            policy,
+            make_engine=make_engine,
+            lengths=NoPrediction() if lengths is None else lengths,
+            on_closed=None if self._loop is None else self._next_of_user,
+        )
+        self._controllers = policy.controllers
         self._trace = trace
         self._arrivals = trace.arrival_s.tolist()
         self._inputs = trace.input_tokens.tolist()
@@ -117,11 +136,11 @@ class Simulation:
         self._sampler = Sampler()
         self._sampled_s = -math.inf
         self._ticks = 0
-        self._idle = IdleTime(controller.interval_s for controller in policies.controllers)
+        self._idle = IdleTime(controller.interval_s for controller in policy.controllers)
         self._idle_gpu_s = 0.0  # in the time that was left out
         self._plans = PlanWatch(
             self.cluster.fleet,
-            policies.controllers,
+            policy.controllers,
             clock=lambda: self.kernel.now_s + self._idle.left_out_s,
             gpu_hours=lambda: self._count_gpus(self.kernel.now_s),
         )
@@ -138,9 +157,9 @@ class Simulation:
             for row in self._loop.first():
                 kernel.at(self._pause_s(row), Priority.ARRIVAL, self._arrive, row)
         kernel.at(0.0, Priority.TICK, self._report, 0)
-        for number, controller in enumerate(self._policies.controllers):
+        for number, controller in enumerate(self._controllers):
             if not controller.interval_s > 0:
-                raise SimConfigError(f"interval_s of {type(controller).__name__} is {controller.interval_s}; above 0")
+                raise ConfigError(f"interval_s of {type(controller).__name__} is {controller.interval_s}; above 0")
             kernel.at(controller.interval_s, Priority.TICK, self._control, number)
 
     def run(self, progress: Progress | None = None) -> RunResult:
@@ -224,7 +243,7 @@ class Simulation:
         by_s = self._idle.leave_out(now_s, now_s - self._active[1], self.kernel.next_s(Priority.TICK) - now_s)
         if by_s:
             self.kernel.hasten(Priority.TICK, by_s)
-            self._idle_gpu_s += by_s * sum(life.spec.gpus for life in lives if life.end_s is None)
+            self._idle_gpu_s += by_s * sum(life.spec.profile.gpus for life in lives if life.end_s is None)
 
     def _control(self, number: int) -> None:
         before = self._plans.count()
@@ -233,7 +252,7 @@ class Simulation:
         if not self.cluster.ledger.complete:
             self._plans.note_tick(actions, before)
         self.cluster.place_waiting()
-        self._again(self._policies.controllers[number].interval_s, self._control, number)
+        self._again(self._controllers[number].interval_s, self._control, number)
 
     def _count_gpus(self, until_s: float) -> float:
         """GPU-hours up to this time of the kernel, those of the time that was left out as well."""
@@ -284,8 +303,6 @@ class Simulation:
         }
         end_s = max((one.finish_s for one in requests if one.finish_s is not None), default=self._active[1])
         return RunResult(
-            name=self._policies.name,
-            seed=self.config.seed,
             served=Served(
                 np.array(self._arrivals, dtype=np.float64),
                 times("first_token_s"),

@@ -27,7 +27,7 @@ class TokenDeadlines:
 
     def add(self, request: SimRequest) -> None:
         """``request`` has joined; its ``join_step`` says when. An infinite target is none."""
-        target_s, first_s = request.slo_s[1], request.first_token_s
+        target_s, first_s = request.fleet.tpot_slo_s, request.first_token_s
         if target_s is None or math.isinf(target_s) or first_s is None or request.join_step is None:
             return
         self._sequence += 1

@@ -43,20 +43,18 @@ import bisect
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
 
 from pla_sglang.common.errors import ConfigError
 from pla_sglang.profiles import StepProfile
-from pla_sglang.sim.metrics.goodput import Slo, find_capacity
+from pla_sglang.sim.metrics.goodput import Slo
 from pla_sglang.sim.workload import Trace
 
 Floats = npt.NDArray[np.float64]
 LEAST_WINDOW = 16  # requests; halving goes on above
 HORIZON_QUANTILES = (0.5, 0.9, 1.0)  # of ``d``: where the work of answers is looked at
-BOUND_TOLERANCE = 0.01
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,16 +118,6 @@ def unshared_context_tokens(trace: Trace, *, answers: bool = False) -> Floats:
     return unshared
 
 
-def offered_over_capacity(trace: Trace, profile: StepProfile, *, instances: int) -> float:
-    """Device seconds that arrive a second, at least (``LeastWork``), over those that the instances have.
-
-    Above 1 the fleet falls behind for as long as requests arrive so, whoever schedules them.
-    """
-    work = least_work(trace, Slo(math.inf, math.inf), profile)
-    a_request_s = float((work.prefill_s + work.decode_s).mean())
-    return trace.rate_per_s * a_request_s / instances
-
-
 def longest_known_prefix_tokens(trace: Trace, *, answers: bool = False) -> npt.NDArray[np.int64]:
     """[n] tokens of the leading blocks that stood in an earlier prompt; at least one token of a prompt is new.
 
@@ -185,47 +173,6 @@ def _least_left_out(demand_s: Floats, room_s: float) -> int:
         return 0
     kept = np.searchsorted(np.cumsum(np.sort(demand_s)), room_s, side="right")
     return len(demand_s) - int(kept)
-
-
-def upper_bound_per_s(trace: Trace, slo: Slo, profile: StepProfile, *, instances: int, target: float) -> float:
-    """The rate above which no scheduler keeps ``target`` on these requests at that mean rate, within 1 %.
-
-    Infinite where the bound stays above the target at a million requests a second, and for closed loops.
-    """
-    if trace.think_s is not None:
-        return math.inf
-    work = least_work(trace, slo, profile)
-    bound = find_capacity(
-        lambda rate: attainment_bound(trace.at_rate(rate).arrival_s, work, instances),
-        low_per_s=1e-3,
-        high_per_s=1e6,
-        target=target,
-        tolerance=BOUND_TOLERANCE,
-    )
-    return bound.failed_per_s or math.inf
-
-
-def upper_bound_over_span(
-    trace_at: Callable[[float], Trace],
-    slo: Slo,
-    profile: StepProfile,
-    *,
-    instances: int,
-    target: float,
-    most_per_s: float,
-) -> float:
-    """As ``upper_bound_per_s``, where more requests come at a higher rate: those of ``trace_at(rate)``, up to the rate
-    ``most_per_s``, and above it those of that rate."""
-    if trace_at(most_per_s).think_s is not None:
-        return math.inf
-
-    def attainment_at(rate_per_s: float) -> float:
-        trace = trace_at(min(rate_per_s, most_per_s))
-        work = least_work(trace, slo, profile)
-        return attainment_bound(trace.at_rate(rate_per_s).arrival_s, work, instances)
-
-    bound = find_capacity(attainment_at, low_per_s=1e-3, high_per_s=1e6, target=target, tolerance=BOUND_TOLERANCE)
-    return bound.failed_per_s or math.inf
 
 
 def least_instances(trace: Trace, slo: Slo, profile: StepProfile, *, target: float, most: int) -> int:

@@ -16,8 +16,11 @@ from pla_sglang.plugin.config import DEADLINES
 from pla_sglang.policy_packages import find_policy
 from pla_sglang.profiles import profile_names
 from pla_sglang.sim.core.experiment import ENGINES, Experiment
-from pla_sglang.sim.core.fleet_arms import ORDERS, ROUTERS, STOCK_CHUNK_TOKENS, STOCK_ORDER
 
+# What stock SGLang 0.5.23 can be started with, and how it starts.
+ORDERS = ("fcfs", "shortest-prefill-first", "hrrn")
+ROUTERS = ("round-robin", "least-requests", "two-choices", "cache-aware", "least-tokens")
+STOCK_CHUNK_TOKENS, STOCK_ORDER = 8192, "fcfs"
 # As the flags have the engines, and with engines of ours with mixed batches in which targets decide.
 OURS = ("combined", "combined/temporal/mixed/decide")
 # As SGLang starts, the best ones that ``python -m bench best_stock`` has found (each router with mixed chunks), and the

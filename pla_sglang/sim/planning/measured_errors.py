@@ -8,9 +8,7 @@ from __future__ import annotations
 import dataclasses
 
 from pla_sglang.policy_packages import find_policy
-from pla_sglang.sim.core.fleet_arms import STOCK_ORDER
-from pla_sglang.sim.core.live_case import LiveCase
-from pla_sglang.sim.planning.forms import FleetForm
+from pla_sglang.sim.planning.forms import STOCK_ORDER, FleetForm
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,7 +16,7 @@ class MeasuredError:
     """The error of the simulator against one live cluster under one load.
 
     Attributes:
-        case: LAYOUT/ENGINE/POLICY/WORKLOAD/LOAD, as ``LiveCase`` reads it; the load is a share of the capacity.
+        case: LAYOUT/ENGINE/POLICY/WORKLOAD/LOAD; a layout is unified-N or P+D, the load a share of the capacity.
         attainment: simulated less live.
         ttft_p99, tpot_p99: simulated over live, less 1.
         valid: False: the machine of the live run was too slow for it, so it says nothing about the simulator.
@@ -64,8 +62,8 @@ def find_error(form: FleetForm) -> MeasuredError | str:
     layout = "prefill and decode instances" if form.split else "unified instances"
     alike = []
     for error in MEASURED:
-        case = LiveCase.parse(error.case)
-        if case.engine == engine and bool(case.decode) == form.split:
+        measured_layout, measured_engine, *_ = error.case.split("/")
+        if measured_engine == engine and ("+" in measured_layout) == form.split:
             alike.append(error)
     valid = [error for error in alike if error.valid]
     if valid:

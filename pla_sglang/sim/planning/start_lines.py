@@ -7,8 +7,7 @@ from collections.abc import Iterator
 
 from pla_sglang.policy_packages import find_policy
 from pla_sglang.sim.core.experiment import TEMPORAL, Experiment
-from pla_sglang.sim.core.fleet_arms import STOCK_ORDER
-from pla_sglang.sim.planning.forms import FleetForm
+from pla_sglang.sim.planning.forms import STOCK_ORDER, FleetForm
 from pla_sglang.sim.planning.result import FleetRow
 
 TRANSFER = "--disaggregation-transfer-backend nixl"

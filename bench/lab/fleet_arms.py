@@ -25,15 +25,13 @@ from pla_sglang.sim.core.engine_knobs import EngineKnobs
 from pla_sglang.sim.core.experiment import TEMPORAL, Experiment
 from pla_sglang.sim.core.host import HostKnobs
 from pla_sglang.sim.metrics.goodput import Slo
+from pla_sglang.sim.planning.forms import ORDERS, ROUTERS, STOCK_CHUNK_TOKENS, STOCK_ORDER
 from pla_sglang.sim.workload import Trace
 
 INSTANCES = 8
 CHUNKS_TOKENS = (128, 256, 384, 512, 1024, 2048, 4096, 8192)
 CHUNK_GROUPS = ((128, 256, 384), (512, 1024), (2048, 4096, 8192))  # of them; in a race the middle stands for all
 INTERVALS = (0, 1, 4)  # decode steps between two prefill passes; 0: the flag is not set
-ORDERS = ("fcfs", "shortest-prefill-first", "hrrn")
-ROUTERS = ("round-robin", "least-requests", "two-choices", "cache-aware", "least-tokens")
-STOCK_CHUNK_TOKENS, STOCK_ORDER = 8192, "fcfs"
 
 
 @dataclasses.dataclass(frozen=True, order=True)
