@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -127,17 +126,6 @@ def test_radix_hit_gives_the_same_output(server: Server, variant: Variant, promp
     assert again["meta_info"]["cached_tokens"] == (len(prompts[-2]) - 1) // variant.page_size * variant.page_size
     assert sibling["meta_info"]["cached_tokens"] == 400
     assert again["output_ids"] == first["output_ids"]
-
-
-@pytest.mark.usefixtures("empty_cache")
-def test_streaming_equals_non_streaming(server: Server, prompts: list[list[int]]) -> None:
-    whole = server.post("/generate", greedy_body(prompts[3], NEW_TOKENS))
-    flush(server)
-    events = list(server.stream("/generate", greedy_body(prompts[3], NEW_TOKENS)))
-    assert len(events) > 1
-    assert events[-1]["output_ids"] == whole["output_ids"]
-    assert events[-1]["text"] == whole["text"]
-    assert all(later["text"].startswith(earlier["text"]) for earlier, later in pairwise(events))
 
 
 def test_penalties_do_not_compile(server: Server, prompts: list[list[int]]) -> None:

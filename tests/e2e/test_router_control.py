@@ -101,32 +101,6 @@ def at_rest(cluster: dict[str, Any]) -> None:
         assert f"pla_router_{name} 0.0" in metrics
 
 
-def test_an_explanation_adds_up(cluster: dict[str, Any]) -> None:
-    prompt = chain.prompt_of(2000, 5, random.Random(4))
-    body = {"input_ids": prompt, "rid": "explained-1", "sampling_params": {"temperature": 0, "max_new_tokens": 6}}
-    status, answer = call(cluster["url"] + "/generate", body)
-    assert status == 200
-    assert answer["output_ids"] == list(chain.expected(prompt, 6).tokens)
-    status, told = call(cluster["url"] + "/pla/explain/explained-1")
-    assert status == 200
-    assert (told["reason"], told["end"], told["input_tokens"], told["exact_tokens"]) == (
-        "pla.long",
-        "finished",
-        2000,
-        True,
-    )
-    assert sum(told["stages"].values()) == pytest.approx(told["ttft_s"], rel=1e-6)
-    assert told["stages"]["prefill_s"] > 0.2 * told["ttft_s"]
-    prefills, decode = [one["url"].removeprefix("http://") for one in cluster["instances"][:2]], told["decode"]
-    assert decode == cluster["instances"][2]["url"].removeprefix("http://")
-    predicted = {name: row["predicted_ttft_s"] for name, row in told["candidates"].items()}
-    assert told["policy_predicts"]
-    assert predicted.keys() == {*prefills, decode}
-    assert predicted[decode] is None, "nobody prefills there"
-    assert all(predicted[name] > 0 for name in prefills)
-    assert predicted[told["prefill"]] == told["predicted_ttft_s"]
-
-
 WISH = {"temperature": 0, "max_tokens": 9, "ignore_eos": True}
 ANSWERS: list[tuple[str, dict[str, Any], bool]] = [
     ("/generate", {}, True),
@@ -155,31 +129,6 @@ def test_answers_are_as_long_as_their_instance_says(cluster: dict[str, Any]) -> 
         assert told["output_tokens"] == 9 if exact else 1 <= told["output_tokens"] <= 13, (path, fields, told)
 
 
-def test_a_client_that_goes_leaves_nothing(cluster: dict[str, Any]) -> None:
-    """Clients that give up during prefill or decode: both instances are free again soon."""
-    rng = random.Random(8)
-    planned = [Planned(index, 0.02 * index, chain.prompt_of(4000, 400, rng), 400) for index in range(12)]
-    records = asyncio.run(Replay(cluster["url"], timeout_s=2.5).run(planned))
-    assert sum("Timeout" in (record.error or "") for record in records) >= 6
-    at_rest(cluster)
-    for one in cluster["instances"]:
-        end_s = time.monotonic() + LIMIT_S
-        while (load := call(one["url"] + "/v1/loads?include=core")[1]["loads"][0])["num_running_reqs"]:
-            assert time.monotonic() < end_s, load
-            time.sleep(0.1)
-    ask(cluster["url"], 5, seed=3)
-
-
-def test_a_drained_prefill_instance_gets_nothing_and_nobody_is_refused(cluster: dict[str, Any]) -> None:
-    assert call(cluster["url"] + "/workers/0/drain", {}, "POST")[0] == 202
-    before = call(cluster["url"] + "/pla/state")[1]["decisions"]
-    ask(cluster["url"], 12, seed=5)
-    after = call(cluster["url"] + "/pla/state")[1]
-    assert sum(after["decisions"].values()) - sum(before.values()) == 12
-    assert next(one for one in after["workers"] if one["number"] == 0)["drained"]
-    assert call(cluster["url"] + "/workers/0/undrain", {}, "POST")[0] == 202
-
-
 def test_what_was_recorded_replays(cluster: dict[str, Any]) -> None:
     """Last: the recording is complete once the router has ended."""
     planned = [Planned(0, 0.0, chain.prompt_of(50, 3, random.Random(1)), 3)]
@@ -189,5 +138,5 @@ def test_what_was_recorded_replays(cluster: dict[str, Any]) -> None:
     header, result = replay_file(Path(cluster["record"]))
     assert header.policy == "pla"
     assert (header.profile, header.time_scale) == (PROFILE, SCALE)
-    assert result.decisions["dispatched"] >= 44
+    assert result.decisions["dispatched"] >= 34
     assert result.identical_share == 1.0, result.differences

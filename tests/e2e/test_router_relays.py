@@ -6,14 +6,11 @@ Every wait here has an end, so that what hangs fails, and says where.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import random
 import re
-import shlex
 import signal
 import socket
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -141,18 +138,6 @@ def test_a_chat_through_the_openai_client(cluster: dict[str, Any]) -> None:
     wait_until_idle(cluster)
 
 
-def test_the_curl_line_of_the_readme(cluster: dict[str, Any]) -> None:
-    text = Path("README.md").read_text(encoding="utf-8")
-    [line] = re.findall(r"^curl localhost:30000(/v1/[^\n]*\\\n[^\n]*)$", text, re.MULTILINE)
-    command = shlex.split(line.replace("\\\n", " "))
-    command[-1] = command[-1].replace('"messages"', '"max_tokens": 6, "messages"')  # the chain model never stops here
-    curl = ["curl", "-sS", "--fail-with-body", "--max-time", str(PATIENCE_S), cluster["url"] + command[0], *command[1:]]
-    answer = json.loads(subprocess.run(curl, capture_output=True, check=True, timeout=2 * PATIENCE_S).stdout)
-    assert answer["choices"][0]["message"]["role"] == "assistant"
-    assert answer["usage"]["completion_tokens"] > 0
-    wait_until_idle(cluster)
-
-
 def test_clients_that_go_leave_nothing_behind(cluster: dict[str, Any]) -> None:
     """At four points of a request's life: at once, in prefill, in decode, and half closed."""
     before = get(cluster["url"] + "/pla/ledger", timeout_s=PATIENCE_S)["ended"]
@@ -170,29 +155,10 @@ def test_clients_that_go_leave_nothing_behind(cluster: dict[str, Any]) -> None:
     ask(cluster["url"], 5, seed=12, timeout_s=2 * PATIENCE_S)
 
 
-def test_streams_outlive_the_control_plane(cluster: dict[str, Any]) -> None:
-    """The control process is killed in the middle of a stream: the stream goes on, and new requests find a new one."""
-    [control] = [one for one in psutil.Process(cluster["pid"]).children(recursive=True) if is_control(one)]
-    prompt = chain.prompt_of(40, 200, random.Random(5))
-    with connect(cluster) as connection:
-        connection.sendall(generate_bytes(prompt, 200, stream=True))
-        raw = read(connection, lambda raw: raw.count(b"data: ") >= 5)
-        control.kill()
-        raw += read(connection, lambda _: False)
-    assert tokens_of(raw) == list(chain.expected(prompt, 200).tokens)
-    ask(cluster["url"], 5, seed=13, timeout_s=2 * PATIENCE_S)
-    wait_until_idle(cluster)
-
-
 def is_control(process: psutil.Process) -> bool:
     with contextlib.suppress(psutil.NoSuchProcess):
         return process.cmdline()[-2:] == ["pla_sglang.fleet.router.process.process_main", "control"]
     return False
-
-
-def tokens_of(raw: bytes) -> list[int]:
-    lines = [line[6:] for line in raw.split(b"\r\n") if line.startswith(b"data: {")]
-    return [token for line in lines for token in json.loads(line)["output_ids"]]
 
 
 # SGLang logs this, with a traceback, when a room is aborted at the moment in which a transfer worker takes it up.

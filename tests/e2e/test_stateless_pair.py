@@ -233,15 +233,6 @@ def test_penalties_of_an_answer_that_is_computed_again(pair: Pair, prompts: list
         assert outputs(again) == [whole] * len(cuts)
 
 
-def test_an_answer_so_far_that_cannot_be(pair: Pair) -> None:
-    body = {"input_ids": [5, 6, 7], "sampling_params": redo([3, 10**6])}
-    status, answer = pair.first.client.status("/generate", body)
-    assert (status, "pla_tokens" in str(answer)) == (400, True)
-    status, answer = pair.first.client.status("/generate", {**body, "sampling_params": redo([3] * (NEW_TOKENS + 1))})
-    assert (status, f"at most {NEW_TOKENS}" in str(answer)) == (409, True)
-    pair.assert_at_rest()
-
-
 # -- requests that are held, and that move -----------------------------------------------------------------------------
 
 
@@ -380,23 +371,6 @@ def test_kv_of_another_prompt_is_refused_and_stays_in_no_prefix_cache(
         else:
             assert held.tell("resume", room) == {"status": "resumed"}
             assert held.ended.result()["output_ids"] == whole
-    pair.assert_at_rest()
-
-
-def test_a_room_is_used_once(pair: Pair, prompts: list[Prompt]) -> None:
-    """By a leg or a hold, at either end, of whichever router."""
-    held, room, _ = hold(pair.first, prompts[3])
-    leg = {"input_ids": prompts[1], **pair.leg_fields(pair.first), "bootstrap_room": room}
-    assert pair.first.client.status("/generate", leg)[0] == 409
-    assert held.tell("resume", room) == {"status": "resumed"}
-    assert held.ended.result()["meta_info"]["finish_reason"]["type"] == "length", "what is held is not met by that"
-    assert pair.first.client.status("/generate", leg)[0] == 409, "also when it is over"
-    fields = pair.leg_fields(pair.first)
-    waits = pair.second.client.submit(prompts[1], 1, rid="waits", **fields)
-    until(lambda: any(stateless(pair.second.client)["receiving"]["legs"].values()), what="a decode part that waits")
-    assert pair.second.client.status("/generate", {"input_ids": prompts[1], **fields})[0] == 409
-    pair.second.client.abort("waits")
-    assert aborted(waits)
     pair.assert_at_rest()
 
 

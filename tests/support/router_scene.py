@@ -171,6 +171,19 @@ def hear_report(plane: ControlPlane, report: Report) -> None:
 
 
 @asynccontextmanager
+async def beginning_scene(*instances: FakeSglang, **knobs: Any) -> AsyncIterator[Scene]:
+    """A plane that has just begun. ``instances`` need not have started; they stop with it."""
+    plane = ControlPlane(ControlKnobs(**{"health": QUICK} | knobs))
+    await plane.start()
+    try:
+        yield Scene(plane, list(instances))
+    finally:
+        await plane.stop()
+        for one in instances:
+            await one.stop()
+
+
+@asynccontextmanager
 async def scene(
     modes: Sequence[str | FakeSglang],
     *,

@@ -19,7 +19,7 @@ from pla_sglang.fleet.cluster.instance import Instance, State
 from pla_sglang.fleet.cluster.logs import LastErrors, LineReader, is_poll
 from pla_sglang.fleet.cluster.spec import ClusterConfig, instances, router_arguments
 from pla_sglang.fleet.cluster.stateless_flags import make_parser
-from pla_sglang.fleet.cluster.supervisor import CHAIN_ANSWERS, Supervisor
+from pla_sglang.fleet.cluster.supervisor import CHAIN_ANSWERS, FORGOTTEN_S, Supervisor
 from pla_sglang.fleet.stateless import checks
 from pla_sglang.launch_cluster import check_members, main, read_config, scaled_by_planner, with_load_reports
 from pla_sglang.plugin.engine.host.arguments import find_split_attention
@@ -226,6 +226,15 @@ def test_what_a_stateless_engine_refuses_is_found_by_sglangs_names() -> None:
     read = set(re.findall(r'_of\(args, "(\w+)"', inspect.getsource(checks)))
     read |= set(re.findall(r'getattr\(args, "(\w+)"', inspect.getsource(find_split_attention)))
     assert read == set(ours.values())
+
+
+def test_a_restart_waits_until_stock_decode_instances_have_forgotten_the_address() -> None:
+    """They keep it until some heartbeats have failed, and would write to ports that nobody has any more."""
+    from sglang.srt.environ import envs
+
+    interval_s = envs.SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL.default
+    failures = envs.SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE.default
+    assert interval_s * failures < FORGOTTEN_S <= interval_s * failures + 5
 
 
 def test_stateless_instances_have_bootstrap_ports_of_their_own_beside_all_other_kinds() -> None:

@@ -11,14 +11,12 @@ import pytest
 from pla_sglang.fleet.router.attempt_rules import (
     MOST_LOST_EVER,
     RULES,
-    Evidence,
     count_over,
     find_most,
-    judge_failure,
     may_follow,
 )
 from pla_sglang.fleet.router.config import RelayConfig
-from pla_sglang.fleet.router.wire.messages import Cause, FailureKind
+from pla_sglang.fleet.router.wire.messages import Cause
 
 CONFIG = RelayConfig(connect_attempts=3, transfer_attempts=4, full_attempts=5)
 LOSSES = (Cause.LOST, Cause.BROKEN, Cause.SILENT)
@@ -96,17 +94,3 @@ def test_each_limit_is_its_flag(name: str, most: int) -> None:
     assert find_most(limit, config) == most
     [cause] = [cause for cause, rule in RULES.items() if rule.limit == limit]
     assert may_follow(cause, {}, config, shown=False, single=True, movable=True) is (most > 1)
-
-
-@pytest.mark.parametrize("cause", Cause)
-def test_what_a_client_gets_otherwise_is_an_error_of_the_router_or_the_instances_own(cause: Cause) -> None:
-    rule = RULES[cause]
-    assert rule.status in (502, 503)
-    assert bool(rule.code) is bool(rule.text)
-
-
-@pytest.mark.parametrize("kind", FailureKind)
-def test_what_a_report_says_of_an_instance(kind: FailureKind) -> None:
-    checked, nothing = {FailureKind.STATUS, FailureKind.BROKEN}, {FailureKind.FULL}
-    wanted = Evidence.CHECKED if kind in checked else Evidence.NOTHING if kind in nothing else Evidence.COUNTS
-    assert judge_failure(kind) is wanted

@@ -11,7 +11,6 @@ from fake_sglang import Script, end_of_words
 from support.relays import Setting, refuse, setting
 
 from pla_sglang.fleet.router.config import RelayConfig
-from pla_sglang.fleet.router.relay.request import Request, RequestState
 from pla_sglang.fleet.router.wire import messages as m
 
 ASK = {"text": "hello", "rid": "r", "sampling_params": {"max_new_tokens": 4}}
@@ -28,13 +27,6 @@ def assign_in_order(here: Setting, *workers: int, reason: str = "nobody is left"
         return refuse(ask, "no_instance", reason, retry_after_s=2.0)
 
     here.control.answer = answer
-
-
-def test_an_ended_request_does_not_begin_again() -> None:
-    request = Request.__new__(Request)
-    request.ask, request.state = m.Ask("r", 0, m.Endpoint.CHAT, True, 0.0, 1, 1), RequestState.ENDED
-    with pytest.raises(RuntimeError, match="is not allowed"):
-        request._move_to(next(iter(RequestState)))
 
 
 async def test_a_request_that_nobody_could_be_reached_for_says_so_and_when_to_come_back() -> None:

@@ -7,7 +7,6 @@ import json
 from typing import Any
 
 import pytest
-from fake_sglang import Script
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.relays import read_answer, request_bytes, run, setting
@@ -236,15 +235,6 @@ async def test_what_is_about_the_clients_connection_stays_here() -> None:
         first, second = ({name for name, _ in one.headers} for one, _ in here.instances[0].requests)
         assert first - second == {b"x-mine"}
         assert not {b"connection", b"keep-alive"} & first
-
-
-async def test_an_id_that_is_in_use() -> None:
-    async with setting("unified", scripts={0: Script(first_s=0.2)}) as here:
-        first = asyncio.ensure_future(here.ask(ASK | {"rid": "the-same-name"}))
-        await here.until(lambda: here.relay.requests)
-        second = await here.ask(ASK | {"rid": "the-same-name"})
-        assert (second.status, second.error["type"]) == (409, "rid_in_use")
-        assert (await first).status == 200
 
 
 async def test_keys() -> None:

@@ -68,20 +68,6 @@ async def test_a_request_is_refused_from_its_head(name: str, expects: bool) -> N
         assert here.control.of(m.AdminAsk) == []
 
 
-async def test_bodies_without_a_key_take_no_room_from_others() -> None:
-    limits = RelayConfig(api_key="users", max_buffered_bytes=1000)
-    async with setting("unified", config=limits) as here:
-        held = []
-        for _ in range(3):
-            reader, writer = await here.connect()
-            writer.write(head_of("/generate", "content-length: 900") + b"x" * 600)
-            assert b" 401 " in await reader.readline()
-            held.append(writer)
-        assert (await here.ask(ASK | {"text": "y" * 500}, headers=RIGHT)).status == 200
-        for writer in held:
-            writer.close()
-
-
 async def test_a_refused_request_whose_body_is_here_leaves_the_connection() -> None:
     async with setting("unified", config=KEYS) as here:
         reader, writer = await here.connect()

@@ -123,6 +123,7 @@ async def test_what_is_about_the_instances_connection_stays_here() -> None:
 
 BAD_HEADS = {
     "long, in one piece": b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\na: " + b"x" * 70_000 + b"\r\n\r\n",
+    "without an end": b"HTTP/1.1 200 OK\r\na: " + b"x" * 100_000,
     "another protocol": b"HTTP/1.1 101 Switching Protocols\r\nupgrade: x\r\n\r\n",
 }
 

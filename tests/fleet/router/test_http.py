@@ -209,18 +209,6 @@ def test_a_piece_that_is_one_chunk_reads_as_any_other(
             return
 
 
-def test_a_whole_chunk_of_a_known_size_is_taken_in_one_step() -> None:
-    framing = Chunked()
-    assert framing.feed_data(b"3\r\nabc\r\n", 0) == -1
-    assert framing.take_whole(b"3\r\ndef\r\n") == b"def"
-    assert framing.size == 6
-    for other in (b"3\r\nab", b"3\r\nabcde\r\n", b"3\r\nabcd\n", b"3\r\nabc\r\n3\r\nabc\r\n", b"0\r\n\r\n", b"\r\n"):
-        assert not framing.take_whole(other)
-    assert framing.size == 6
-    assert not Sized(10).take_whole(b"3\r\nabc\r\n")
-    assert not UntilClose().take_whole(b"3\r\nabc\r\n")
-
-
 def test_nothing_is_put_into_the_middle_of_a_chunk() -> None:
     framing = Chunked()
     for data, boundary in [(b"3\r\nab", False), (b"c", False), (b"\r\n", True), (b"0", False), (b"\r\n\r\n", False)]:

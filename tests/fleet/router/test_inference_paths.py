@@ -89,15 +89,6 @@ async def test_the_body_reaches_an_instance_as_it_is(path: str) -> None:
         assert answer.headers["x-request-id"] == ask.rid
 
 
-@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
-async def test_streams_are_passed_on(path: str) -> None:
-    async with setting("unified", scripts={0: Script(events=5, gap_s=0.01)}) as here:
-        answer = await here.ask(BODIES[path][0] | {"stream": True}, path)
-        assert len(answer.events) == 6
-        [ended] = here.ended()
-        assert (ended.outcome, ended.events) == (m.Outcome.OK, 6)
-
-
 async def test_a_client_that_goes_frees_the_instance() -> None:
     """By the request's id, where it has one there; else by the end of the connection."""
     for path in ("/v1/responses", "/v1/embeddings"):

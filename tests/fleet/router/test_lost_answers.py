@@ -48,6 +48,8 @@ async def test_an_answer_that_breaks_off_behind_its_head_is_no_loss_of_the_insta
         assert error["type"] == "upstream_broke_off"
         assert "lost" not in error["message"]
         assert [failure.kind for failure in here.control.of(m.Failure)] == [m.FailureKind.BROKEN]
+        assert len(here.instances[0].bodies) == 1, "never tried twice"
+        assert here.ended()[0].outcome is m.Outcome.UPSTREAM_LOST
 
 
 async def test_a_connection_that_ends_before_the_head_is_a_loss() -> None:

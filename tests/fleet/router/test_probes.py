@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 from fake_sglang import Script
 from support.relays import Setting, read_answer, request_bytes, setting
 
 from pla_sglang.fleet.router.config import RelayConfig
-from pla_sglang.fleet.router.process.child import RESTART_S
 from pla_sglang.fleet.router.relay.routes import LOST_CONTROL_S
 from pla_sglang.fleet.router.wire import endpoints
 from pla_sglang.fleet.router.wire import messages as m
@@ -54,18 +52,6 @@ async def test_it_lives_as_long_as_requests_may_wait() -> None:
         assert (await probe(here))["/livez"] == ""
         here.relay.context.control_lost_s = lambda: 5 * LOST_CONTROL_S
         assert (await probe(here))["/livez"] == "no_control"
-
-
-@pytest.mark.parametrize(("times", "starts"), [(0.5, 10), (1.0, 16), (2.0, 28)])
-def test_how_long_a_control_process_may_be_lost(times: float, starts: int) -> None:
-    """Half and twice as long: how often one that ends at once is started before the router is given up. From the
-    tenth time on a further one says nothing new, and none of the three is too short for a start that takes its time."""
-    wait_s, longest_s = RESTART_S
-    at_s, found = 0.0, 0
-    while (at_s := at_s + wait_s) <= times * LOST_CONTROL_S:
-        found, wait_s = found + 1, min(2 * wait_s, longest_s)
-    assert found == starts
-    assert times * LOST_CONTROL_S >= 5 * longest_s
 
 
 async def test_a_relay_that_ends_serves_on_and_lets_its_clients_go() -> None:

@@ -240,14 +240,3 @@ async def test_orders_that_do_not_fit() -> None:
         assert dropped(here) == [(2, m.Cause.REFUSED)]
         here.instances[0].words.put_nowait("go")
         check_text(await asked, CHAT)
-
-
-async def test_a_dead_instance_that_the_request_has_left_is_nothing_to_it() -> None:
-    async with fleet(Script(holds=[end_of(HELD)]), Script(holds=[300])) as here:
-        asked = await begin(here)
-        tell(here, order())
-        await here.until(lambda: here.control.resumed)
-        tell(here, m.Abort("r", 502, "instance_dead", "it is dead", worker=5))
-        here.instances[1].words.put_nowait("go")
-        check_text(await asked, CHAT)
-        here.instances[0].words.put_nowait("commit")

@@ -143,25 +143,6 @@ async def test_a_refused_prefill_is_not_waited_for() -> None:
         assert here.ended()[0].outcome is m.Outcome.CLIENT_ERROR
 
 
-async def test_a_lost_instance_is_an_error_and_never_tried_twice() -> None:
-    async with setting("unified", scripts={0: Script(die_after=0)}) as here:
-        answer = await here.ask(STREAM)
-        assert (answer.status, answer.error["type"]) == (502, "upstream_broke_off")
-        assert len(here.instances[0].bodies) == 1
-        [failure] = here.control.of(m.Failure)
-        assert (failure.kind, failure.worker) == (m.FailureKind.BROKEN, 0)
-
-
-async def test_a_stream_that_breaks_ends_with_an_error_event() -> None:
-    async with setting("unified", scripts={0: Script(events=9, die_after=2, gap_s=0.02)}) as here:
-        answer = await here.ask(STREAM)
-        assert answer.status == 200
-        *good, last = answer.events
-        assert good == ['{"text": "w0"}', '{"text": "w1"}']
-        assert json.loads(last)["error"]["type"] == "upstream_broke_off"
-        assert here.ended()[0].outcome is m.Outcome.UPSTREAM_LOST
-
-
 @pytest.mark.parametrize("kinds", [("unified", "unified"), ("prefill", "decode", "decode")])
 async def test_an_unreachable_instance_costs_another_dispatch(kinds: tuple[str, ...]) -> None:
     """Nothing was sent to anybody, so it may be asked again; the connections made for it are kept."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import json
 import socket
@@ -203,25 +202,3 @@ async def test_many_idle_clients_leave_room_for_others() -> None:
         assert (await here.ask(ASK)).status == 200
         for _, writer in held:
             writer.close()
-
-
-async def test_answers_of_an_instance_are_bounded() -> None:
-    """The head of an answer has a limit as well: an instance that went mad does not fill the router's memory."""
-
-    async def mad(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(b"HTTP/1.1 200 OK\r\n" + b"a: " + b"x" * 100_000)
-        await writer.drain()
-        await reader.read()
-        writer.close()
-
-    server = await asyncio.start_server(mad, "127.0.0.1", 0)
-    async with setting() as here:
-        port = server.sockets[0].getsockname()[1]
-        here.control.workers = (m.WorkerEntry(0, "127.0.0.1", port, "unified"),)
-        here.relay.on_message(here.control.table())
-        answer = await here.ask(ASK)
-        assert (answer.status, answer.error["type"]) == (502, "upstream_lost")
-        [failure] = here.control.of(m.Failure)
-        assert failure.kind is m.FailureKind.BAD_ANSWER
-    server.close()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
-import random
 from typing import Any
 
 import pytest
@@ -72,33 +71,6 @@ async def test_an_instance_dies_anywhere_in_its_answer(name: str) -> None:
                 assert first_died <= (cut < 400)
         assert {ended.outcome for ended in here.ended()} == {m.Outcome.OK}
         assert len(here.ended()) == len(cuts)
-
-
-@pytest.mark.parametrize("name", REQUESTS)
-async def test_random_losses_and_pieces(name: str) -> None:
-    """Fragments of any size on the way, several tokens an event, and sometimes a second loss before anything comes of
-    the attempt. That is the end where nothing had come of the first one either."""
-    path = REQUESTS[name][1]
-    rng = random.Random(7)
-    async with fleet(Script(), Script(), Script()) as here:
-        first, second, third = here.instances
-        for number in range(120):
-            fields = copy.deepcopy(REQUESTS[name][0])
-            fields.get("sampling_params", fields)["max_new_tokens"] = rng.randint(1, 12)
-            for one in here.instances:
-                one.script.pieces, one.script.interval = rng.randint(1, 400), rng.randint(1, 4)
-            first.script.cuts = [rng.randrange(size_of(fields))]
-            twice = number % 4 == 0
-            second.script.cuts = [0] if twice else []
-            answer = await here.ask(fields | {"rid": f"r{number}"}, path)
-            second.script.cuts = []
-            if b'"upstream_' in answer.body:
-                assert twice
-                assert not here.control.overs[-1].shown
-                continue
-            check_text(answer, fields)
-        assert sum(ended.outcome is m.Outcome.UPSTREAM_LOST for ended in here.ended()) < 25
-        assert {body["rid"].partition("~")[0] for body in third.bodies} == {"pla-3"}
 
 
 @pytest.mark.parametrize("name", REQUESTS)

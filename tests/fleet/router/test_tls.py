@@ -22,7 +22,6 @@ from support.router_process import router_process
 from support.serving import until
 
 from pla_sglang.common.cli import EXIT_BAD_ARGUMENTS
-from pla_sglang.common.errors import ConfigError
 from pla_sglang.fleet.router.config import RelayConfig
 from pla_sglang.fleet.router.tls import SOON_S, ClientTls, TlsContext, WorkerTls, read_expiry
 from pla_sglang.launch_router import main
@@ -185,14 +184,6 @@ def test_a_certificate_that_expires_soon_is_told_once_and_once_more_at_its_end(
     assert [one.levelname for one in caplog.records] == ["WARNING", "ERROR"]
 
 
-async def test_the_time_that_is_left_is_a_gauge(authority: Authority) -> None:
-    config = RelayConfig(tls=ClientTls(*authority.issue("router", days=30)))
-    async with setting("unified", config=config) as here:
-        [(name, left_s)] = here.relay._read_expiries().items()
-    assert name == 'certificate_expires_seconds{shown_to="clients"}'
-    assert left_s == pytest.approx(30 * DAY_S, abs=60)
-
-
 @pytest.mark.parametrize("end", ["2031-01-01", "2049-12-31", "2050-01-01", "2100-06-01"])
 def test_the_end_of_a_certificate_is_read_in_both_forms(end: str, authority: Authority) -> None:
     """Up to 2049 the year has two digits."""
@@ -334,8 +325,3 @@ def shown_serial(port: int, tls: ssl.SSLContext) -> Any:
     ):
         shown: Any = secure.getpeercert()
     return shown["serialNumber"]
-
-
-def test_files_are_checked_before_a_context_is_made() -> None:
-    with pytest.raises(ConfigError, match="No such file"):
-        TlsContext(WorkerTls(None, None, Path("/no/file")), now_s=0.0)

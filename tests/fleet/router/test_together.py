@@ -255,16 +255,6 @@ async def test_a_prefill_instance_that_dies_takes_only_its_own_requests_with_it(
         await here.fakes[0].start()
 
 
-async def test_an_instance_that_cannot_be_reached_costs_nobody_anything() -> None:
-    async with together(["null", "null"], policy="round-robin", poll_interval_s=5.0) as here:
-        await here.fakes[0].stop()
-        answers = await asyncio.gather(*(here.ask(f"r{number}", 10) for number in range(10)))
-        assert answers == [(200, 5)] * 10
-        ledger = await here.at_rest()
-        assert ledger["ended"] == {"finished": 10}
-        await here.fakes[0].start()
-
-
 async def test_streams_of_instances_that_die_go_on_elsewhere_and_the_recording_replays(tmp_path: Path) -> None:
     """Each instance loses its streams of one kind of moment; the client gets five events all the same."""
     record = tmp_path / "run.jsonl"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from fake_sglang import FakeSglang, Script, end_of_words
+from fake_sglang import FakeSglang, Script
 from support.relays import Setting, TurnControl
 
 from pla_sglang.fleet.router.config import RelayConfig
@@ -101,45 +101,6 @@ async def test_a_stage_alone_goes_a_little_later(address: str) -> None:
         await here.until(lambda: plane.of(m.Hello))
         relay.context.send_to_control(m.Progress("c", m.Milestone.SENT, 0.0))
         await here.until(lambda: plane.of(m.Progress))
-
-
-async def test_requests_go_through_two_relays(address: str) -> None:
-    async with (
-        FakeSglang() as one,
-        control_end(address, plane := TurnControl((one.worker(),))),
-        relay_end(address, 0) as first,
-        relay_end(address, 1) as second,
-    ):
-        settings = [Setting(relay, plane, [one]) for relay in (first, second)]
-        await settings[0].until(lambda: first.context.workers.serving and second.context.workers.serving)
-        answers = await asyncio.gather(*(here.ask({"text": "x"}) for here in settings * 20))
-        assert {answer.status for answer in answers} == {200}
-        await settings[0].until(lambda: len(plane.of(m.Completed)) == 40)
-        assert {ask.relay for ask in plane.of(m.Ask)} == {0, 1}
-        assert len({ask.rid for ask in plane.of(m.Ask)}) == 40
-        assert settings[0].is_at_rest()
-
-
-async def test_streams_outlive_the_control_plane(address: str) -> None:
-    """The first control plane ends in the middle of a stream; the next one hears of the stream and of its end."""
-    script = Script(events=10, holds=[end_of_words(2), end_of_words(5)])
-    async with FakeSglang(script=script) as one, relay_end(address) as relay:
-        async with control_end(address, first := TurnControl((one.worker(),), epoch=1)):
-            here = Setting(relay, first, [one])
-            await here.until(lambda: relay.context.workers.serving)
-            stream = asyncio.ensure_future(here.ask({"stream": True}))
-            await here.until(lambda: len(first.of(m.Progress)) == 2)
-        waiting = asyncio.ensure_future(here.ask({"text": "asked of nobody"}))
-        one.words.put_nowait("go")
-        await here.until(lambda: not script.holds)
-        async with control_end(address, second := TurnControl((one.worker(),), epoch=2)):
-            await here.until(lambda: second.of(m.Hello))
-            one.words.put_nowait("go")
-            assert len((await stream).events) == 11
-            assert (await waiting).status == 200
-            [hello] = second.of(m.Hello)
-            assert [one.ask.rid for one in hello.open] == [first.of(m.Ask)[0].rid]
-            await here.until(lambda: len(second.of(m.Completed)) == 2)
 
 
 async def test_a_relay_that_is_gone_is_forgotten(address: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from support.request_fields import RequestFields
 
 from pla_sglang.fleet.stateless.host.calls import SendPoll
@@ -133,3 +134,15 @@ class FakeBatch:
 
     def filter_batch(self, *, keep_indices: list[int]) -> None:
         self.reqs = [self.reqs[index] for index in keep_indices]
+
+
+def fail_for(patch: pytest.MonkeyPatch, owner: Any, name: str, rid: str) -> None:
+    """``owner.name`` raises for one request."""
+    original = getattr(owner, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if any(getattr(arg, "rid", None) == rid for arg in args):
+            raise RuntimeError(f"broken for {rid}")
+        return original(*args, **kwargs)
+
+    patch.setattr(owner, name, call)

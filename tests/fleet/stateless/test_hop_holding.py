@@ -155,15 +155,6 @@ def test_what_waits_is_not_held(scene: HopScene) -> None:
     assert not scene.migration.holder.holds
 
 
-def test_a_chunk_in_the_last_batch_is_not_held(scene: HopScene) -> None:
-    chunked = HopRequest("chunked")
-    scene.scheduler.chunked_req = chunked
-    scene.prefill(chunked)
-    ticket = scene.order(Command("hold", 8, "chunked"))
-    scene.migration.before_batches(scene.running, scene.last, 0.0)
-    assert scene.answers[ticket] == [{"status": "waiting"}]
-
-
 def test_who_was_in_chunks_once_is_held(scene: HopScene) -> None:
     """SGLang's running batch may be what was a prefill batch, with the name of its chunk still in it."""
     req = scene.start()
@@ -172,16 +163,13 @@ def test_who_was_in_chunks_once_is_held(scene: HopScene) -> None:
     assert scene.hold(req)["status"] == "held"
 
 
-def test_prefill_legs_are_refused(scene: HopScene) -> None:
-    leg = scene.start()
-    setattr(leg, KIND_ATTRIBUTE, LegKind.PREFILL)
-    answer = scene.hold(leg)
-    assert (answer["status"], "prefill part" in answer["reason"]) == ("refused", True)
-
-
 @pytest.mark.parametrize(
     ("fields", "reason"),
-    [({"return_logprob": True}, "log probabilities"), ({"session_id": "s"}, "session")],
+    [
+        ({"return_logprob": True}, "log probabilities"),
+        ({"session_id": "s"}, "session"),
+        ({KIND_ATTRIBUTE: LegKind.PREFILL}, "prefill part"),
+    ],
 )
 def test_what_cannot_move_is_refused(scene: HopScene, fields: dict[str, Any], reason: str) -> None:
     req = scene.start()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pla_sglang.common.errors import ConfigError, IllegalMoveError
-from pla_sglang.fleet.stateless.requests.commands import Command, Job, parse_commands
+from pla_sglang.fleet.stateless.requests.commands import Command, parse_commands
 from pla_sglang.fleet.stateless.transfer.exports import PAUSE_MOVES, PausedRequest, PauseState
 
 
@@ -57,15 +57,6 @@ def test_all_commands() -> None:
 def test_what_is_refused(body: Any, named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         parse_commands(body)
-
-
-def test_a_job_answers_in_order() -> None:
-    job = Job(1, (Command("commit", 1), Command("resume", 2)))
-    assert job.next_command == Command("commit", 1)
-    job.answer({"status": "committed"})
-    assert job.next_command == Command("resume", 2)
-    job.answer({"status": "resumed"})
-    assert job.next_command is None
 
 
 def test_from_everywhere_a_request_can_end() -> None:

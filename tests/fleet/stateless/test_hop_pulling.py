@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fakes import fail_for
 from hop_scene import FIRST_TOKEN, HopRequest, HopScene
 
 from pla_sglang.common.errors import RefusedRequestError
@@ -174,14 +175,6 @@ def test_a_pull_that_comes_before_its_hold_is_served(scene: HopScene) -> None:
     assert scene.refused == [REFUSED], "now it will never be sent"
 
 
-@pytest.mark.parametrize("message", [[PULL], [PULL, b"x", b"h", b"1"], [PULL, b"1", b"h", b"port"], [PULL, b"", b""]])
-def test_malformed_pulls_are_ours_and_harm_nobody(scene: HopScene, message: list[bytes]) -> None:
-    """``Inbox`` lets none of them in."""
-    scene.migration.on_pull(message)
-    scene.before()
-    assert scene.refused == []
-
-
 def test_rooms_are_looked_at_without_a_lock_held_by_who_refuses() -> None:
     told: list[int] = []
     rooms = OpenRooms(lambda puller, room: told.append(room) or rooms.on_pull(puller, room))  # type: ignore[func-returns-value]
@@ -242,18 +235,6 @@ def test_a_command_for_a_hold_that_is_read_is_answered_once(scene: HopScene, hel
 
 # -- what happens to one paused request happens to no other
 # --------------------------------------------------------------
-
-
-def fail_for(patch: pytest.MonkeyPatch, owner: Any, name: str, rid: str) -> None:
-    """``owner.name`` raises for one request."""
-    original = getattr(owner, name)
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if any(getattr(arg, "rid", None) == rid for arg in args):
-            raise RuntimeError(f"broken for {rid}")
-        return original(*args, **kwargs)
-
-    patch.setattr(owner, name, call)
 
 
 @pytest.fixture

@@ -184,14 +184,6 @@ def test_an_answer_that_a_token_ends(kind: str) -> None:
 
 
 @pytest.mark.parametrize("incremental", [False, True])
-@pytest.mark.parametrize(("interval", "chunks_at_once"), [(3, 1), (1, 4), (5, 2)])
-@pytest.mark.parametrize("kind", [GENERATE, COMPLETIONS, CHAT])
-def test_several_tokens_an_event(kind: str, interval: int, chunks_at_once: int, *, incremental: bool) -> None:
-    case = Case(kind=kind, text=UNICODE, incremental=incremental, interval=interval, chunks_at_once=chunks_at_once)
-    asyncio.run(check_every_cut(case))
-
-
-@pytest.mark.parametrize("incremental", [False, True])
 @pytest.mark.parametrize("shown", [True, False])
 def test_a_chat_with_reasoning(*, incremental: bool, shown: bool) -> None:
     case = Case(

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fakes import FakeRequest
+from fakes import FakeRequest, fail_for
 from receive_scene import ReceiveScene
 
 from pla_sglang.fleet.stateless import scheduler_hooks as hooks
@@ -182,24 +182,12 @@ def test_a_batch_that_one_rank_could_not_build_joins_on_none(monkeypatch: pytest
 # -- loops over what no queue has any more -----------------------------------------------------------------------------
 
 
-def fail_for(patch: pytest.MonkeyPatch, name: str, rid: str) -> None:
-    """``calls.NAME`` raises for one request."""
-    original = getattr(calls, name)
-
-    def call(scheduler: Any, req: FakeRequest, *args: Any, **kwargs: Any) -> Any:
-        if req.rid == rid:
-            raise RuntimeError(f"broken for {rid}")
-        return original(scheduler, req, *args, **kwargs)
-
-    patch.setattr(calls, name, call)
-
-
 def test_each_failed_transfer_is_answered_and_its_pages_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = ReceiveScene(monkeypatch)
     for rid in ("a", "b"):
         bench.add(rid)
     bench.transfers.failing = {"a", "b"}
-    fail_for(monkeypatch, "end_with_error", "a")
+    fail_for(monkeypatch, calls, "end_with_error", "a")
     bench.receiver.pump()
     assert ([rid for rid, _ in bench.answers], bench.faults.count) == (["b"], 1)
     assert len(bench.deferred) == 2
@@ -214,7 +202,7 @@ def test_each_answer_with_foreign_kv_ends_and_the_others_are_ready(monkeypatch: 
         bench.add(rid)
     bench.transfers.arrived = {"a", "b", "good"}
     monkeypatch.setattr("pla_sglang.fleet.stateless.transfer.receiving.came_with_its_kv", lambda req: req.rid == "good")
-    fail_for(monkeypatch, "end_with_error", "a")
+    fail_for(monkeypatch, calls, "end_with_error", "a")
     bench.receiver.pump()
     assert [req.rid for req in bench.receiver.ready] == ["good"]
     assert ([rid for rid, _ in bench.answers], bench.freed) == (["b"], ["a", "b"])
@@ -224,7 +212,7 @@ def test_each_answer_with_foreign_kv_ends_and_the_others_are_ready(monkeypatch: 
 def test_each_aborted_request_whose_kv_is_here_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = ReceiveScene(monkeypatch)
     bench.receiver.ready = [FakeRequest("a"), FakeRequest("b")]
-    fail_for(monkeypatch, "end_aborted", "a")
+    fail_for(monkeypatch, calls, "end_aborted", "a")
     bench.receiver.abort(lambda rid: True)
     assert ([rid for rid, _ in bench.answers], bench.freed, bench.faults.count) == (["b"], ["a", "b"], 1)
 

@@ -13,7 +13,6 @@ import zmq
 from pla_sglang.fleet.stateless.host.side_channel import SideChannel
 from pla_sglang.fleet.stateless.transfer import fence
 from pla_sglang.fleet.stateless.transfer.deferred_free import TIMEOUT_S, DeferredFree
-from pla_sglang.fleet.stateless.transfer.rooms import KEPT_S, UnclaimedRooms
 from pla_sglang.plugin.engine.faults import Faults
 
 
@@ -87,27 +86,6 @@ def test_other_messages_place_nothing(message: list[bytes]) -> None:
     assert manager.transfer_queues[0].empty()
 
 
-def test_acknowledgements_are_read_and_forgotten() -> None:
-    messages: queue.Queue[list[bytes] | None] = queue.Queue()
-    read = threading.Event()
-
-    def recv_multipart() -> list[bytes]:
-        message = messages.get()
-        if message is None:
-            read.set()
-            raise zmq.ContextTerminated
-        return message
-
-    socket = SimpleNamespace(recv_multipart=recv_multipart)
-    acknowledged = fence.hear_senders(SimpleNamespace(server_socket=socket), SideChannel())
-    for message in ([fence.ACKNOWLEDGED, b"5"], [b"OTHER", b"6"], [fence.ACKNOWLEDGED, b"x"], None):
-        messages.put(message)
-    assert read.wait(10)
-    assert [acknowledged.has(room) for room in (5, 6)] == [True, False]
-    acknowledged.forget(5)
-    assert not acknowledged.has(5)
-
-
 def test_only_what_was_said_of_rooms_that_are_waited_for_is_kept() -> None:
     """A leg that is aborted before it has memory tells its sender too, and nobody waits for the answer."""
     messages = [[kind, str(room).encode()] for kind in (fence.ACKNOWLEDGED, fence.NO_ROOM) for room in range(100)]
@@ -125,6 +103,8 @@ def test_only_what_was_said_of_rooms_that_are_waited_for_is_kept() -> None:
     acknowledged.keep_only({5, 200})
     for said in (acknowledged.has, acknowledged.is_refused):
         assert [room for room in range(201) if said(room)] == [5]
+    acknowledged.forget(5)
+    assert not acknowledged.has(5)
 
 
 def hold(deferred: DeferredFree, name: str, freed: list[str], *, through: list[bool]) -> None:
@@ -159,16 +139,3 @@ def test_nothing_is_freed_before_every_rank_says_so() -> None:
         hold(deferred, name, freed, through=[True])
     deferred.sweep(1.0)
     assert (freed, len(deferred)) == (["a"], 1)
-
-
-def test_rooms_that_nobody_claims_are_forgotten_and_claimed_ones_kept() -> None:
-    tables = {name: {1: "x", 2: "y"} for name in ("transfer_infos", "request_status")}
-    manager = SimpleNamespace(**tables, req_to_decode_prefix_len={1: 0}, failure_records={})
-    rooms = UnclaimedRooms()
-    rooms.sweep(manager, {2}, 0.0)
-    rooms.sweep(manager, {2}, KEPT_S - 1)
-    assert (len(rooms), manager.transfer_infos) == (1, {1: "x", 2: "y"})
-    rooms.sweep(manager, {2}, KEPT_S)
-    assert len(rooms) == 0
-    assert manager.transfer_infos == manager.request_status == {2: "y"}
-    assert manager.req_to_decode_prefix_len == {}

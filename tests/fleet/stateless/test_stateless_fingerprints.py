@@ -16,7 +16,6 @@ from pla_sglang.fleet.stateless.transfer.fingerprints import (
     UNSAID,
     Fingerprint,
     Fingerprints,
-    find_misfit,
     read_fingerprint,
     write_fingerprint,
 )
@@ -89,24 +88,6 @@ def test_salts_and_adapters_are_told_apart() -> None:
     kinds = [(None, None), ("one", None), ("s", None), (None, "a1"), ("s", "a1"), (None, "b2"), ("s", "b2")]
     prints = {print_of(make_request(salt=salt, lora_id=lora_id), scheduler) for salt, lora_id in kinds}
     assert len(prints) == len(kinds)
-
-
-@pytest.mark.parametrize(
-    ("sent", "ours", "misfit"),
-    [
-        (Fingerprint(62, 9), True, None),
-        (Fingerprint(59, 9), True, "of 59 tokens, and 62"),
-        (Fingerprint(65, 9), False, "of 65 tokens, and 62"),
-        (Fingerprint(562, 9), True, "of 562 tokens, and 62"),
-        (Fingerprint(62, 8), True, "another prompt"),
-        (Fingerprint(62, 8), False, "another prompt"),
-        (UNSAID, True, "has not said"),
-        (UNSAID, False, None),  # a stock source does not say
-    ],
-)
-def test_what_fits(sent: Fingerprint, misfit: str | None, *, ours: bool) -> None:
-    found = find_misfit(sent, Fingerprint(62, 9), ours=ours)
-    assert found is None if misfit is None else misfit in (found or "")
 
 
 # -- on the host's buffers ---------------------------------------------------------------------------------------------

@@ -19,7 +19,6 @@ from pla_sglang.fleet.stateless.requests.router_keys import (
     KeysFullError,
     RouterKeys,
     find_reserved,
-    split_key,
 )
 
 KEY, OTHER = "k" * 32, "o" * 32
@@ -210,15 +209,3 @@ def test_the_front_forgets_peers_that_are_told_no_more(front: HttpFrontend) -> N
     front.take_peers({"peers": [{"name": "b", "host": "10.0.0.2", "bootstrap_port": 9001}]})
     front.take_peers({"peers": []})
     assert front.book.at("10.0.0.2", 9001) is None
-
-
-def test_the_key_is_split_from_the_body() -> None:
-    assert split_key({"peers": [], "router_key": KEY}) == ({"peers": []}, KEY)
-    assert split_key({"peers": []}) == ({"peers": []}, None)
-    assert split_key([1]) == ([1], None)
-
-
-def test_each_start_has_another_key() -> None:
-    first, second = make_router_key(), make_router_key()
-    assert first != second
-    assert split_key({"router_key": first})[1] == first

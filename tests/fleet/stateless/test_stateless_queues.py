@@ -225,13 +225,6 @@ def test_a_peer_to_which_one_rank_alone_is_connected(monkeypatch: pytest.MonkeyP
     assert pass_once(ranks) == [(True, False)] * 2
 
 
-def test_a_peer_that_does_not_answer_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks = ranks_with_a_leg(monkeypatch)
-    ranks[0].connector.warm_addresses.add(PEER.address)
-    ranks[1].book.set_state(PEER, PeerState.SILENT, "no answer")
-    assert pass_once(ranks) == [(False, True)] * 2
-
-
 @pytest.mark.parametrize(("state", "status"), [(PeerState.MISFIT, 409), (PeerState.SILENT, 503)])
 def test_a_leg_whose_peer_has_failed_is_answered_with_its_status(
     monkeypatch: pytest.MonkeyPatch, state: PeerState, status: int

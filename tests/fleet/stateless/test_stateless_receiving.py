@@ -212,9 +212,19 @@ def engine_of_fakes() -> StatelessEngine:
     engine.faults = Faults()
     engine._agree = lambda flags: flags
     engine.sender = engine.receiver = FakeEnd()  # type: ignore[assignment]
-    engine.holder, engine.redone = NO_HOLDS, 0
+    engine.holder, engine.redone, engine.refused = NO_HOLDS, 0, 0
+    engine._scheduler, engine.book = ACCEPTING, PeerBook("127.0.0.1", 9000)
+    engine.book.tell(PeerConfig(None, (PEER,)))
     engine.used_rooms = UsedRooms()
     return engine
+
+
+@pytest.fixture
+def answers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Statuses that clients get."""
+    got: list[int] = []
+    monkeypatch.setattr(calls, "end_with_error", lambda scheduler, req, reason, status: got.append(int(status)))
+    return got
 
 
 def test_a_fault_is_logged_and_ends_the_legs_and_never_the_scheduler(caplog: pytest.LogCaptureFixture) -> None:
@@ -233,7 +243,6 @@ def test_a_list_that_is_short_of_a_peer_ends_nothing_of_it() -> None:
     """It is forgotten when its last leg is gone. Told as another process it goes at once."""
     engine, dropped, sources = engine_of_fakes(), list[Peer](), {PEER.address}
     engine._scheduler = SimpleNamespace()
-    engine.book = PeerBook("127.0.0.1", 9000)
     engine.connector = SimpleNamespace(drop=dropped.append, connect=lambda peer: None)  # type: ignore[assignment]
     engine.receiver.list_sources = lambda: sources  # type: ignore[method-assign]
     for told in ((PEER,), ()):
@@ -260,15 +269,10 @@ def test_sources_are_those_of_legs_that_wait_for_kv(bench: ReceiveScene) -> None
     assert bench.receiver.list_sources() == set()
 
 
-def test_a_request_that_cannot_be_taken_over_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, forgotten, answers = engine_of_fakes(), list[str](), list[int]()
-    engine.refused = 0
-    engine._scheduler = None
-    engine.book = PeerBook("127.0.0.1", 9000)
+def test_a_request_that_cannot_be_taken_over_is_answered(answers: list[int]) -> None:
+    engine, forgotten = engine_of_fakes(), list[str]()
     engine.sender.forget = lambda req: forgotten.append(req.rid)  # type: ignore[method-assign]
     engine.sender.add = engine.sender.fail  # type: ignore[method-assign]
-    engine._scheduler = ACCEPTING
-    monkeypatch.setattr(calls, "end_with_error", lambda scheduler, req, reason, status: answers.append(int(status)))
     req = FakeRequest("a")
     req.bootstrap_host, req.bootstrap_port = "127.0.0.1", 9000
     assert engine.takes(req)
@@ -279,17 +283,14 @@ def test_a_request_that_cannot_be_taken_over_is_answered(monkeypatch: pytest.Mon
     ("others", "status", "faults"), [((False, True), 500, 1), ((True, False), 410, 0), ((False, False), 500, 1)]
 )
 def test_what_befell_another_rank_befalls_all(
-    monkeypatch: pytest.MonkeyPatch, others: tuple[bool, bool], status: int, faults: int
+    answers: list[int], others: tuple[bool, bool], status: int, faults: int
 ) -> None:
     """Another rank could not take a leg over, or has heard that it was given up. Whole requests need no such vote."""
-    engine, answers, added = engine_of_fakes(), list[int](), list[str]()
-    engine.refused = 0
-    engine._scheduler, engine.book = ACCEPTING, PeerBook("127.0.0.1", 9000)
+    engine, added = engine_of_fakes(), list[str]()
     engine._agree = lambda flags: [own and other for own, other in zip(flags, others, strict=True)]
     forgotten: list[str] = []
     engine.sender.add = lambda req, now_s: added.append(req.rid)  # type: ignore[method-assign]
     engine.sender.forget = lambda req: forgotten.append(req.rid)  # type: ignore[method-assign]
-    monkeypatch.setattr(calls, "end_with_error", lambda scheduler, req, reason, status: answers.append(int(status)))
     leg = FakeRequest("leg")
     leg.bootstrap_host, leg.bootstrap_port = "127.0.0.1", 9000
     assert engine.takes(leg)
@@ -299,13 +300,9 @@ def test_what_befell_another_rank_befalls_all(
     assert len(answers) == 1
 
 
-def test_what_comes_back_to_the_queue_is_the_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_comes_back_to_the_queue_is_the_hosts() -> None:
     """A retracted request, also one that came as a decode part, is prefilled here."""
     engine, taken = engine_of_fakes(), list[str]()
-    engine.refused = 0
-    engine.book = PeerBook("127.0.0.1", 9000)
-    engine.book.tell(PeerConfig(None, (PEER,)))
-    engine._scheduler = ACCEPTING
     engine.receiver.add = lambda req: taken.append(req.rid)  # type: ignore[method-assign]
     leg, whole = FakeRequest("leg"), FakeRequest("whole")
     leg.bootstrap_host, leg.bootstrap_port = PEER.address
@@ -319,15 +316,8 @@ def test_what_comes_back_to_the_queue_is_the_hosts(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(("address", "room", "status"), [(("10.0.0.9", 1), 1, 409), (PEER.address, None, 400)])
-def test_a_leg_that_is_refused(
-    monkeypatch: pytest.MonkeyPatch, address: tuple[str, int], room: int | None, status: int
-) -> None:
-    engine, answers = engine_of_fakes(), list[int]()
-    engine.refused = 0
-    engine.book = PeerBook("127.0.0.1", 9000)
-    engine.book.tell(PeerConfig(None, (PEER,)))
-    engine._scheduler = None
-    monkeypatch.setattr(calls, "end_with_error", lambda scheduler, req, reason, status: answers.append(int(status)))
+def test_a_leg_that_is_refused(answers: list[int], address: tuple[str, int], room: int | None, status: int) -> None:
+    engine = engine_of_fakes()
     req = FakeRequest("a")
     req.bootstrap_host, req.bootstrap_port, req.bootstrap_room = (*address, room)
     assert engine.takes(req)
@@ -417,14 +407,10 @@ def test_a_source_without_kv_for_a_leg_is_a_failed_transfer_and_for_a_pull_gone(
 
 
 @pytest.mark.parametrize("taken_by", ["a hold", "a leg", "a leg that is over", "a decode part", None])
-def test_a_leg_whose_room_is_taken_is_refused(monkeypatch: pytest.MonkeyPatch, taken_by: str | None) -> None:
-    engine, answers, added = engine_of_fakes(), list[int](), list[str]()
-    engine.refused, engine._scheduler = 0, ACCEPTING
+def test_a_leg_whose_room_is_taken_is_refused(answers: list[int], taken_by: str | None) -> None:
+    engine, added = engine_of_fakes(), list[str]()
     engine.holder = SimpleNamespace(holds={})  # type: ignore[assignment]
-    engine.book = PeerBook("127.0.0.1", 9000)
-    engine.book.tell(PeerConfig(None, (PEER,)))
     engine.sender.add = lambda req, *rest: added.append(req.rid)  # type: ignore[method-assign]
-    monkeypatch.setattr(calls, "end_with_error", lambda scheduler, req, reason, status: answers.append(int(status)))
     req = FakeRequest("r", room=7)
     req.bootstrap_host, req.bootstrap_port = ("127.0.0.1", 9000) if taken_by != "a decode part" else PEER.address
     if taken_by == "a hold":

@@ -148,14 +148,6 @@ def test_a_large_one_is_passed_for_a_while_and_then_room_is_kept_for_it(make_ran
     assert rank.left() == ["larger", "small too"]
 
 
-def test_a_part_without_a_connection_keeps_nobody_waiting(make_rank: Any) -> None:
-    rank = make_rank(100)
-    rank.add("unconnected", 500, 1000, waits=False)
-    rank.add("large", 400, 4000)
-    rank.add("small", 60, 8000)
-    assert (rank.reserve(), rank.left()) == (["small"], ["unconnected", "large"])
-
-
 def test_a_part_that_is_connected_while_others_pass(make_rank: Any) -> None:
     """The host polls in each call, so in the second one it may take a part that it could not take in the first."""
     rank = make_rank(100)

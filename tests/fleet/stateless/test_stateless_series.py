@@ -6,11 +6,8 @@ from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
-import pytest
-
 from pla_sglang.fleet.stateless.transfer.legs import SendState
-from pla_sglang.fleet.stateless.transfer.peers import Peer, PeerBook, PeerConfig, PeerState
+from pla_sglang.fleet.stateless.transfer.peers import PeerState
 from pla_sglang.fleet.stateless.transfer.series import STATES, LegSeries
 from pla_sglang.load.legs import LegLoad
 from pla_sglang.load.report import Report, decode, encode
@@ -88,13 +85,6 @@ def test_the_states_are_those_of_the_ends() -> None:
     assert set(STATES["receiving"]) == set(counts()["receiving"]["legs"])
 
 
-def test_peers_are_counted_by_state() -> None:
-    book, peers = PeerBook("0.0.0.0", 9000), [Peer(name, "10.0.0.1", 9001 + ord(name)) for name in "abc"]
-    book.tell(PeerConfig(None, tuple(peers)))
-    book.set_state(peers[0], PeerState.READY)
-    assert book.count_states() == {PeerState.READY: 1, PeerState.WARMING: 2}
-
-
 def test_a_load_report_has_the_legs() -> None:
     legs = LegLoad.of_state(counts())
     assert (legs.sending, legs.quarantined, legs.refused, legs.ready) == ({"handshake": 2, "sending": 1}, 1, 8, True)
@@ -104,16 +94,3 @@ def test_a_load_report_has_the_legs() -> None:
     plain = Report(instance="a", sequence=1, clock_s=0.0)
     assert decode(encode(plain)).legs is None
     assert b"legs" not in encode(plain), "those of other instances are as long as before"
-
-
-@pytest.mark.parametrize(
-    ("state", "error"),
-    [
-        ({"sending": {}}, KeyError),
-        (counts(refused=-1), msgspec.ValidationError),
-        (counts(sending={"legs": 3, "kv_tokens": 1}), msgspec.ValidationError),
-    ],
-)
-def test_a_state_of_another_shape(state: dict[str, Any], error: type[Exception]) -> None:
-    with pytest.raises(error):
-        LegLoad.of_state(state)

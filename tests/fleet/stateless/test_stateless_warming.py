@@ -106,20 +106,6 @@ def test_a_peer_is_ready_once_it_answers(answers: threading.Event, monkeypatch: 
     assert manager.addr_to_rooms_tracker[ADDRESS] == set(), "the room of the trial is forgotten"
 
 
-@pytest.mark.parametrize(
-    ("manager", "reason"),
-    [(FakeManager(misfit="Page size mismatch: 1 and 16"), "Page size"), (FakeManager(tp_size=2), "--tp-size 2")],
-)
-def test_a_peer_that_does_not_fit(answers: threading.Event, manager: FakeManager, reason: str) -> None:
-    answers.set()
-    book, connector = told(manager)
-    until(lambda: reason in book.to_dict()["b"], what="a peer that does not fit")
-    state = book.state_of(*PEER.address)
-    assert state is not None
-    assert state[0] is PeerState.MISFIT
-    assert not connector.is_connected(*PEER.address)
-
-
 @pytest.mark.parametrize("answer", [ANSWER | {"of_a_later_version": 1}, dict(list(ANSWER.items())[1:])])
 def test_a_peer_of_another_transfer_protocol(
     answers: threading.Event,
@@ -137,14 +123,6 @@ def test_a_peer_of_another_transfer_protocol(
     assert book.state_of(*PEER.address) == (PeerState.MISFIT, book.to_dict()["b"].removeprefix("failed: "))
     assert not manager.threads, "nobody of the host has asked"
     assert caplog.text.count("does not fit") == 1
-
-
-def test_the_thread_ends_when_its_peer_is_forgotten(answers: threading.Event) -> None:
-    book, connector = told(FakeManager())
-    book.tell(PeerConfig(None, ()))
-    book.forget_unlisted()
-    until(lambda: not connector._running, what="the end of the thread")
-    answers.set()
 
 
 def test_a_peer_that_is_forgotten_while_it_answers_leaves_nothing(answers: threading.Event) -> None:

@@ -18,7 +18,6 @@ from pla_sglang.fleet.viewer.page import render_live, render_recorded
 from pla_sglang.policy.common.length_errors import ErrorSums
 from pla_sglang.policy.common.plan_log import FleetCount, Forecast, Plan, PlanLog
 from pla_sglang.policy.interface.fleet import Role
-from pla_sglang.sim.report.planner_timeline import draw_planner
 from pla_sglang.view_recording import make_document
 
 NODE = shutil.which("node")
@@ -316,25 +315,3 @@ def test_what_the_planner_wants_and_expects_stands_beside_what_there_is() -> Non
     assert [path["stroke"] for path in starts["paths"]] == [PLAN_COLOURS["ready"], STATE_COLOURS["suspect"]]
     assert shown["pointed"][0][1:] == ["planned: 3", "ready: 3", "starting: 0", "draining: 0"]
     assert show_plan(None)["panels"]["planner"] == [], "without a planner"
-
-
-def test_the_page_of_the_simulator_draws_the_same_log_alike() -> None:
-    log = log_of_a_surge()
-    instances, requests, *_ = show_plan(log)["panels"]["planner"]
-    drawn = {(line["name"], line["yaxis"]): line for line in draw_planner(log)["data"]}
-
-    def read_line(name: str, axis: str) -> list[float]:
-        return [value for value in drawn[name, axis]["y"] if value is not None]
-
-    for name, axis, path, height, most in (
-        ("planned", "y", instances["paths"][0], 90, 3.0),
-        ("load", "y2", requests["paths"][0], 56, 12.0),
-        ("forecast", "y2", requests["paths"][1], 56, 12.0),
-    ):
-        values = [value for _, value in read_steps(path, height, most)]
-        assert set(values) <= set(read_line(name, axis)), name
-    assert read_line("planned", "y") == [2.0, 3.0, 2.0, 2.0]
-    assert read_line("forecast", "y2") == [8.0, 12.0]
-    assert (drawn["load", "y2"]["line"]["shape"], drawn["forecast", "y2"]["line"]["shape"]) == ("vh", "hv")
-    assert read_line("GPU-hours", "y3")[-1] == log.points[-1].gpu_hours
-    assert read_line("starts", "y4") == [2.0, 1.0]

@@ -152,23 +152,6 @@ def test_nobody_passes_less_slack_without_a_reason(requests: list[tuple[str, int
         queue.take(head)
 
 
-def test_who_sends_long_prompts_gets_fewer_turns() -> None:
-    queue = FairQueue()
-    for number in range(30):
-        queue.push(held(f"long{number}", "long", cost=300))
-        queue.push(held(f"short{number}", "short", cost=100))
-    order = drained(queue)[:20]
-    assert sum(rid.startswith("short") for rid in order) == 15
-
-
-def test_a_higher_priority_goes_first() -> None:
-    queue = FairQueue()
-    queue.push(held("low", "a"))
-    queue.push(held("high", "b", cost=1000, priority=2))
-    queue.push(held("high2", "b", priority=2))
-    assert drained(queue) == ["high", "high2", "low"]
-
-
 def test_idle_time_cannot_be_saved_up() -> None:
     queue = FairQueue()
     queue.charge("busy", 10_000)

@@ -138,7 +138,9 @@ async def test_an_instance_that_was_told_to_end_may_come_back(drained: bool) -> 
         source = await start(one)
         one.instances[source].ending = True
         order = await move_of(one)
+        assert (order.reason, order.decode) == ("drain", 1 - source)
         join(one, order.attempt)
+        await one.until(lambda: done(one, source) == ["hold", "commit"])
         one.ended("r")
         await one.at_rest()
         status, said = one.admin("POST", f"/workers/{source}/undrain")

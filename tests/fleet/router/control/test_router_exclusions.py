@@ -13,16 +13,18 @@ from pla_sglang.fleet.router.control.workers.discovery import Description, parse
 from pla_sglang.fleet.router.control.workers.exclusions import Exclusion, Exclusions
 from pla_sglang.fleet.router.control.workers.table import WorkerReason, WorkerState, WorkerTable
 from pla_sglang.fleet.router.wire import messages as m
+from pla_sglang.policy.common.device_clock import DeviceClock
 from pla_sglang.policy.interface.fleet import InstanceKind
 
 FULL, REFUSED = Exclusion.FULL, Exclusion.REFUSED
 LOST, AVOIDED, NO_REST = Exclusion.LOST, Exclusion.AVOIDED, Exclusion.NO_REST
-S, P, D = InstanceKind.STATELESS, InstanceKind.PREFILL, InstanceKind.DECODE
+BREAKER = Exclusion.BREAKER
+S, P, D, U = InstanceKind.STATELESS, InstanceKind.PREFILL, InstanceKind.DECODE, InstanceKind.UNIFIED
 
 
-def table_of(*members: tuple[InstanceKind, bool]) -> WorkerTable:
+def table_of(*members: tuple[InstanceKind, bool], time_scale: float = 1.0) -> WorkerTable:
     """Kinds, and whether their streams can carry their token ids."""
-    table = WorkerTable(BreakerKnobs())
+    table = WorkerTable(BreakerKnobs(), clock=DeviceClock(time_scale))
     for index, (kind, hops) in enumerate(members):
         worker = table.add(parse_url(f"http://h:{index + 1}"), 0.0)
         said = Description(kind, f"i{index}", f"h:{index}", 1000, 1, 1, "m", "t", "0.5.17", hops=hops)
@@ -35,6 +37,17 @@ def table_of(*members: tuple[InstanceKind, bool]) -> WorkerTable:
     ("name", "members", "full", "over", "expected"),
     [
         ("it has not been anywhere", [(S, True)] * 2, [], None, {}),
+        ("one of two is full", [(U, False)] * 2, [0], None, {0: FULL}),
+        (
+            "... of all full ones one has refused it",
+            [(U, False)] * 2,
+            [0, 1],
+            {"refused_by": (0,)},
+            {0: REFUSED, 1: FULL},
+        ),
+        ("all are full", [(U, False)] * 2, [0, 1], None, {}),
+        ("all that prefill are full, and one decodes", [(P, False)] * 2 + [(D, False)] * 2, [0, 1, 2], None, {2: FULL}),
+        ("who has refused it is gone", [(U, False)], [], {"refused_by": (9,)}, {}),
         ("where it was lost", [(S, True)] * 3, [], {"lost_with": (0, 2)}, {0: LOST, 2: LOST}),
         ("where it could not be sent", [(S, True)] * 2, [], {"avoid": (1,)}, {1: AVOIDED}),
         ("who has refused it", [(S, True)] * 2, [], {"refused_by": (1,)}, {1: REFUSED}),
@@ -85,6 +98,33 @@ def test_whom_a_request_does_not_go_to(
     told = None if over is None else m.Over(1, m.Cause.LOST, 10.5, **over)
     left_out = exclusions.find(10.5, over=told)
     assert {view.index: reason for view, reason in left_out.items()} == expected, name
+    if over is None:
+        assert not exclusions.find(11.0)
+        assert not table.restricted
+
+
+def test_a_full_instance_on_a_slow_device_is_avoided_for_as_long_in_device_time() -> None:
+    table = table_of((U, False), (U, False), time_scale=4.0)
+    exclusions = Exclusions(table, 1.0)
+    exclusions.note_full(table.by_number[0], 10.0)
+    assert set(exclusions.find(13.9).values()) == {FULL}
+    assert not exclusions.find(14.0)
+
+
+def test_an_open_breaker_is_left_out_whatever_else() -> None:
+    table = table_of((U, False))
+    worker = table.by_number[0]
+    exclusions = Exclusions(table, 0.1)
+    worker.breaker.on_failure(0.0, refused=True)
+    table.restricted.add(worker)
+    assert exclusions.find(0.1) == {worker.view: BREAKER}
+    worker.breaker.tick(9.0)
+    assert exclusions.find(9.0) == {}
+    worker.breaker.start_trial("r")
+    assert exclusions.find(9.0) == {worker.view: BREAKER}
+    worker.breaker.on_success(9.1, "r")
+    assert exclusions.find(9.1) == {}
+    assert not table.restricted
 
 
 async def test_operators_see_whom_a_lost_request_was_kept_from() -> None:

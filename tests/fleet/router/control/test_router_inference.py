@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 import pytest
 from support.router_scene import Scene, scene
 
-from pla_sglang.fleet.router.control.requests.prompts import Prompts, prompt_texts
+from pla_sglang.fleet.router.control.requests.prompts import Prompts
 from pla_sglang.fleet.router.control.workers.table import WorkerReason, WorkerState
 from pla_sglang.fleet.router.wire import messages as m
 from pla_sglang.fleet.router.wire.inference import BY_ENDPOINT
@@ -93,24 +92,6 @@ async def test_an_embedding_is_a_prefill_without_decode() -> None:
         explained = one.admin("GET", "/pla/explain/EMBEDDINGS")[1]
         assert explained["input_tokens"] > 50
         one.assert_at_rest()
-
-
-TEXTS = [
-    (m.Endpoint.RESPONSES, {"instructions": "be brief", "input": "a b"}, ["be brief", "a b"]),
-    (m.Endpoint.RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_text", "text": "a"}]}]}, ["a"]),
-    (m.Endpoint.MESSAGES, {"system": "s", "messages": [{"role": "user", "content": "a"}]}, ["s", "a"]),
-    (m.Endpoint.OLLAMA_GENERATE, {"prompt": "a"}, ["a"]),
-    (m.Endpoint.EMBEDDINGS, {"input": ["a", "b"]}, ["a", "b"]),
-    (m.Endpoint.EMBEDDINGS, {"input": [1, 2]}, None),
-    (m.Endpoint.CLASSIFY, {"text": "a"}, ["a"]),
-    (m.Endpoint.ENCODE, {"input_ids": [1], "text": "a"}, None),
-    (m.Endpoint.SCORE, {"query": "a", "items": ["b"]}, None),
-]
-
-
-@pytest.mark.parametrize(("endpoint", "body", "texts"), TEXTS)
-def test_texts_that_the_model_reads(endpoint: m.Endpoint, body: object, texts: list[str] | None) -> None:
-    assert prompt_texts(msgspec.json.encode(body), endpoint) == texts
 
 
 def test_a_query_counts_with_each_document() -> None:

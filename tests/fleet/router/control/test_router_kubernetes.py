@@ -111,6 +111,8 @@ async def test_a_fleet_grows_by_a_pod_and_shrinks_by_the_one_that_is_empty(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with fleet(tmp_path, monkeypatch) as (one, node):
+        told = one.admin("GET", "/pla/state")[1]["worker_service"]
+        assert told == {"service": f"{node.kube.namespace}/{FLEET}", "endpoints": 2, "error": ""}
         assert grow(one) is None
         await one.ready(3)
         await one.until(lambda: one.describe_planner()["starts"] == {"ready": 1})

@@ -14,7 +14,7 @@ from pla_sglang.parity import replay_file
 from pla_sglang.policy.interface.decisions import Dispatch, FleetAction, PolicySet, SetRole
 from pla_sglang.policy.interface.fleet import FleetView, InstanceKind, InstanceView, RequestView, Role
 from pla_sglang.policy.interface.reasons import FleetReason
-from pla_sglang.policy.pairs import PairChoice, PairRunner
+from pla_sglang.policy.pairs import PairRunner
 from pla_sglang.policy.runner import Refusal
 from pla_sglang.policy_packages import build
 from pla_sglang.recording.file import read
@@ -96,21 +96,6 @@ def test_a_flip_for_a_request_that_cannot_be_placed_is_rolled_back(fails: bool) 
     assert [(move.role, move.epoch) for move in runner.moves][:2] == [("prefill", 1), ("decode", 2)]
     assert runner.actions["SetRole:any.rolled_back"] == 2
     view.check_integrity()
-
-
-def test_a_flip_whose_request_is_placed_stays() -> None:
-    view = fleet(D, D)
-    policy = Flipping(view)
-    runner = runner_of(policy)
-    policy.prefill = view.instances[0]
-    policy.place_decode = lambda request, view, now_s: Dispatch(  # type: ignore[assignment, method-assign]
-        None, view.instances[1], FleetReason.DECODE_SLO
-    )
-    choice = runner.choose(RequestView("r", 10, 0.0), 1.0)
-    assert isinstance(choice, PairChoice)
-    assert (choice.prefill, choice.decode) == (view.instances[0], view.instances[1])
-    assert view.instances[0].role is P
-    assert runner.moved == {"arrow.flip_ttft": 1}
 
 
 async def test_operators_change_roles_and_requests_under_way_end_where_they_are() -> None:

@@ -78,17 +78,6 @@ def test_a_decode_is_named_before_its_prefill_and_arrives_after_it() -> None:
     assert amounts(load.view) == load_amounts(running=1, context_tokens=120)
 
 
-def test_a_first_token_says_that_the_prefill_is_done() -> None:
-    load = tracker()
-    load.add_request(("a", 1), named(120, 0.0))
-    load.start_request(("a", 1), 0.2)
-    load.note_prefilled(("a", 1))  # overtaken on its way
-    assert amounts(load.view) == load_amounts(running=1, context_tokens=120)
-    load.end_request(("a", 1), 0.3)
-    load.note_prefilled(("a", 1))
-    assert amounts(load.view) == load_amounts()
-
-
 def test_more_is_never_named_than_waits() -> None:
     """An instance that has lost a request no longer counts it, and the router has not heard of that."""
     load = LoadTracker(InstanceView(0, "i0"), lost_s=2.0)
@@ -103,42 +92,6 @@ def test_decodes_of_another_router_count_as_arriving() -> None:
     load.add_request(("a", 1), named(120, 0.0))
     load.on_load(InstanceLoad(load_amounts(waiting_decodes=2, waiting_decode_tokens=150)), 1.0)
     assert (load.view.decode_tokens(), load.view.assigned_decode_tokens()) == (30, 150)
-
-
-def test_what_was_sent_just_before_a_report_is_added() -> None:
-    load = tracker(settle_s=0.05)
-    load.add_request(("old", 1), prompt(100, 0.0))
-    load.add_request(("new", 1), prompt(30, 0.98))
-    load.on_load(InstanceLoad(load_amounts(1, 100, 10_000, 0)), 1.0)  # it cannot have counted the new load
-    assert amounts(load.view) == load_amounts(2, 130, 10_900, 0)
-    load.on_load(InstanceLoad(load_amounts(2, 130, 10_900, 0)), 1.1)
-    assert amounts(load.view) == load_amounts(2, 130, 10_900, 0)
-
-
-def test_the_number_of_received_requests_is_better_than_time() -> None:
-    load = tracker(settle_s=0.05)
-    load.on_load(InstanceLoad(load_amounts(), received=7), 0.0)  # others have sent seven
-    load.add_request(("a", 1), prompt(100, 0.1))
-    load.add_request(("b", 1), prompt(30, 0.2))
-    load.on_load(
-        InstanceLoad(load_amounts(1, 100, 10_000, 0), received=8), 0.9
-    )  # a pass of 0.7 s kept it from receiving b
-    assert amounts(load.view) == load_amounts(2, 130, 10_900, 0)
-    load.on_load(InstanceLoad(load_amounts(2, 130, 10_900, 0), received=9), 0.95)
-    assert amounts(load.view) == load_amounts(2, 130, 10_900, 0)
-
-
-def test_a_report_that_comes_before_the_event_is_not_corrected_twice() -> None:
-    """The pass of a has ended and the report says so; the first token is on its way while b computes."""
-    load = tracker()
-    load.on_load(InstanceLoad(load_amounts(), received=0), 0.0)
-    for name, new in (("a", 100), ("b", 30)):
-        load.add_request((name, 1), prompt(new, 0.1))
-    load.on_load(InstanceLoad(load_amounts(1, 30, 900, 0, 1, 100), received=2), 0.9)
-    load.start_request(("a", 1), 0.91)
-    assert amounts(load.view) == load_amounts(1, 30, 900, 0, 1, 100)
-    load.start_request(("b", 1), 1.1)  # after the report
-    assert amounts(load.view) == load_amounts(running=2, context_tokens=130)
 
 
 def test_a_prefill_that_a_report_has_left_out_ends_without_a_change() -> None:
@@ -156,16 +109,6 @@ def test_a_prefill_that_a_report_has_left_out_ends_without_a_change() -> None:
     assert amounts(load.view) == load_amounts()
 
 
-def test_a_whole_answer_ends_without_a_first_token() -> None:
-    load = tracker()
-    load.on_load(InstanceLoad(load_amounts(), received=0), 0.0)
-    for name, new in (("a", 100), ("b", 30)):
-        load.add_request((name, 1), prompt(new, 0.1))
-    load.on_load(InstanceLoad(load_amounts(1, 30, 900, 0, 1, 100), received=2), 0.9)
-    load.end_request(("a", 1), 1.0)
-    assert amounts(load.view) == load_amounts(1, 30, 900, 0)
-
-
 def test_a_request_that_never_arrives_is_forgotten() -> None:
     load = LoadTracker(InstanceView(0, "i0"), settle_s=0.05, lost_s=2.0)
     load.on_load(InstanceLoad(load_amounts(), received=0), 0.0)
@@ -174,18 +117,6 @@ def test_a_request_that_never_arrives_is_forgotten() -> None:
     assert load.view.queued_tokens == 100
     load.on_load(InstanceLoad(load_amounts(), received=0), 2.2)
     assert load.view.queued_tokens == 0
-
-
-def test_what_ended_after_a_report_is_taken_off() -> None:
-    load = tracker()
-    load.add_request(("a", 1), prompt(100, 0.0))
-    load.on_load(InstanceLoad(load_amounts(1, 100, 10_000, 0)), 1.0)
-    load.start_request(("a", 1), 1.1)
-    assert amounts(load.view) == load_amounts(running=1, context_tokens=100)
-    load.end_request(("a", 1), 1.2)
-    assert amounts(load.view) == load_amounts()
-    load.on_load(InstanceLoad(load_amounts()), 1.3)
-    assert amounts(load.view) == load_amounts()
 
 
 def test_what_others_send_is_kept() -> None:

@@ -310,21 +310,6 @@ async def test_an_instance_that_drains_is_emptied_by_moves() -> None:
         assert one.instances[source.number].aborted == []
 
 
-async def test_an_instance_that_is_told_to_end_is_emptied_as_well() -> None:
-    """As SGLang after SIGTERM: it goes on, and says so when it is asked."""
-    async with scene(TWO, **ON) as one:
-        source = await start(one)
-        one.instances[source].ending = True
-        order = await move_of(one)
-        assert (order.reason, order.decode) == ("drain", 1 - source)
-        worker = one.plane.table.by_number[source]
-        assert (worker.state.value, worker.reason.value) == ("draining", "ending")
-        join(one)
-        await one.until(lambda: done(one, source) == ["hold", "commit"])
-        one.ended("r")
-        await one.at_rest()
-
-
 async def test_without_the_flag_a_drain_moves_nothing() -> None:
     async with scene(TWO, **ON | {"migration": "off"}) as one:
         source = await start(one)

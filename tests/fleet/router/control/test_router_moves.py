@@ -13,7 +13,6 @@ from support.records import make_record
 from support.router_scene import Scene, hear_report, scene
 
 from pla_sglang.common.errors import ConfigError
-from pla_sglang.fleet.router.control.policy_setup import RouterEffects
 from pla_sglang.fleet.router.control.requests.moves import MoveKnobs, MoveOrders, note_failed_move
 from pla_sglang.fleet.router.control.requests.request_record import (
     ENDED,
@@ -32,7 +31,7 @@ from pla_sglang.load.report import Report, RequestRow
 from pla_sglang.parity import replay_file
 from pla_sglang.policy.common.device_clock import DeviceClock
 from pla_sglang.policy.interface.decisions import Migrate
-from pla_sglang.policy.interface.fleet import FleetView, InstanceKind, InstanceView, RequestView
+from pla_sglang.policy.interface.fleet import InstanceKind, RequestView
 from pla_sglang.policy.interface.reasons import FleetReason
 from pla_sglang.policy.runner import Refusal
 
@@ -119,21 +118,28 @@ def test_rows_are_seen_under_the_routers_ids() -> None:
     assert place.seen(1) == []
 
 
-ABSENT = [
-    ("it has ended", {"state": ENDED}),
-    ("it is a former attempt", {"number": 2}),
-]
-
-
-@pytest.mark.parametrize(("why", "fields"), ABSENT, ids=[case[0] for case in ABSENT])
-def test_a_row_that_the_record_does_not_confirm_is_load_and_no_more(why: str, fields: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("why", "fields", "row", "movable"),
+    [
+        ("it streams", {}, RequestRow("a", 100, 20), True),
+        ("it has ended", {"state": ENDED}, RequestRow("a", 100, 20), None),
+        ("it is a former attempt", {"number": 2}, RequestRow("a", 100, 20), None),
+        ("it is elsewhere by now", {"worker": 1}, RequestRow("a", 100, 20), None),
+        ("it is another router's", {}, RequestRow("of another router", 100, 20), None),
+        ("whole answer", {"stream": False}, RequestRow("a", 100, 20), False),
+        ("several answers", {"samples": 2}, RequestRow("a", 100, 20), False),
+        ("batch", {"prompts": 2}, RequestRow("a", 100, 20), False),
+        ("held", {}, RequestRow("a", 100, 20, True), False),
+    ],
+)
+def test_what_is_seen_of_a_row(why: str, fields: dict[str, Any], row: RequestRow, movable: bool | None) -> None:
+    """``movable`` is None where it is load and no more."""
     place = Place()
-    place.add("a", 0, **fields)
-    place.add("b", 0)
-    place.report(0, RequestRow("a", 100, 20), RequestRow("b", 50, 5), RequestRow("of another router", 10, 1))
-    assert place.seen() == [("b", 55, True)]
+    place.add("a", **{"worker": 0} | fields)
+    place.report(0, row)
+    assert place.seen() == ([] if movable is None else [("a", 120, movable)]), why
     batch = place.running.list_decodes(place.workers[0].view)
-    assert (batch.unlisted_requests, batch.unlisted_tokens) == (2, 131)
+    assert (batch.unlisted_requests, batch.unlisted_tokens) == ((1, 120) if movable is None else (0, 0))
 
 
 def test_to_the_policy_the_rest_of_an_answer_is_a_request_of_its_own() -> None:
@@ -164,29 +170,6 @@ def test_where_there_is_a_mover_the_relay_says_what_can_move() -> None:
     assert place.seen() == [("a", 120, True), ("b", 120, True)]
     FakeMover(place.orders)
     assert place.seen() == [("a", 120, False), ("b", 120, True)]
-
-
-def test_a_request_that_is_elsewhere_by_now_has_no_row() -> None:
-    place = Place()
-    place.add("a", 1)
-    place.report(0, RequestRow("a", 100, 20))
-    assert place.seen() == []
-
-
-FIXED: list[tuple[str, dict[str, Any], bool]] = [
-    ("whole answer", {"stream": False}, False),
-    ("several answers", {"samples": 2}, False),
-    ("batch", {"prompts": 2}, False),
-    ("held", {}, True),
-]
-
-
-@pytest.mark.parametrize(("what", "fields", "held"), FIXED, ids=[case[0] for case in FIXED])
-def test_what_cannot_move_is_listed_all_the_same(what: str, fields: dict[str, Any], held: bool) -> None:
-    place = Place()
-    place.add("a", 0, **fields)
-    place.report(0, RequestRow("a", 100, 20, held))
-    assert place.seen() == [("a", 120, False)]
 
 
 def test_nothing_moves_from_an_instance_of_a_fixed_kind() -> None:
@@ -288,15 +271,6 @@ def test_large_fleets_are_asked_for_fewer_rows() -> None:
 
 
 # -- orders ------------------------------------------------------------------------------------------------------------
-
-
-def test_without_a_mover_a_move_is_not_supported() -> None:
-    place = Place()
-    place.add("a", 0)
-    assert place.order("a") is Refusal.UNSUPPORTED
-    views = [worker.view for worker in place.workers]
-    effects = RouterEffects(FleetView(), lambda view: None)
-    assert effects.migrate(Migrate("a", *views, 10, FleetReason.STAR_MIGRATE), 0.0) is Refusal.UNSUPPORTED  # type: ignore[arg-type]
 
 
 def test_a_move_is_ordered_once_and_the_request_rests() -> None:
@@ -479,11 +453,3 @@ async def test_an_instance_that_sends_no_rows_is_load_and_no_more() -> None:
         assert (len(batch.rids), batch.unlisted_requests) == (0, full.view.running)
         one.plane._tick_controller(0)
         assert one.admin("GET", "/pla/state")[1]["actions"] == {"Hold:star.no_candidate": 1}
-
-
-def test_views_without_rows_have_no_age() -> None:
-    place = Place()
-    assert place.running.rows_age_s(place.workers[0]) is None
-    assert place.running.to_dict() == {}
-    assert isinstance(place.running.list_decodes(place.workers[0].view).rids, list)
-    assert isinstance(place.workers[0].view, InstanceView)

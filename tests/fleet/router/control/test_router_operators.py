@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from fake_sglang import FakeSglang
 from fleet.router.control.test_router_labels import STATELESS
-from support.router_scene import QUICK, Scene, scene
+from support.router_scene import Scene, beginning_scene, scene
 
 from pla_sglang.common.errors import ConfigError
 from pla_sglang.fleet.router.control.control_plane import ControlPlane
@@ -82,21 +82,16 @@ async def test_the_worker_file_is_read_again(tmp_path: Path) -> None:
     first, second = await FakeSglang().start(), await FakeSglang().start()
     path = tmp_path / "workers.json"
     path.write_text(json.dumps({"workers": [{"url": first.url}]}))
-    plane = ControlPlane(ControlKnobs(worker_file=path, health=QUICK))
-    await plane.start()
-    one = Scene(plane, [first, second])
-    await one.ready(1)
-    path.write_text(json.dumps({"workers": [{"url": second.url}, {"url": first.url, "drain": True}]}))
-    status, told = one.admin("POST", "/pla/reload")
-    assert (status, told["added"]) == (200, [second.url])
-    await one.until(lambda: [view.name for view in plane.table.fleet.ready] == [f"127.0.0.1:{second.port}"])
-    path.write_text("{")
-    assert one.admin("POST", "/pla/reload")[0] == 400
-    path.write_text(json.dumps({"workers": [{"url": second.url}]}))
-    await one.until(lambda: len(list(plane.table)) == 1)  # found by itself
-    await plane.stop()
-    await first.stop()
-    await second.stop()
+    async with beginning_scene(first, second, worker_file=path) as one:
+        await one.ready(1)
+        path.write_text(json.dumps({"workers": [{"url": second.url}, {"url": first.url, "drain": True}]}))
+        status, told = one.admin("POST", "/pla/reload")
+        assert (status, told["added"]) == (200, [second.url])
+        await one.until(lambda: [view.name for view in one.plane.table.fleet.ready] == [f"127.0.0.1:{second.port}"])
+        path.write_text("{")
+        assert one.admin("POST", "/pla/reload")[0] == 400
+        path.write_text(json.dumps({"workers": [{"url": second.url}]}))
+        await one.until(lambda: len(list(one.plane.table)) == 1)  # found by itself
 
 
 async def test_a_worker_that_the_file_wants_drained_never_serves(tmp_path: Path) -> None:
@@ -108,16 +103,13 @@ async def test_a_worker_that_the_file_wants_drained_never_serves(tmp_path: Path)
         path.write_text(json.dumps({"workers": [{"url": first.url, "drain": drain}, {"url": second.url}]}))
 
     say(True)
-    plane = ControlPlane(ControlKnobs(worker_file=path, health=QUICK))
-    await plane.start()
-    one = Scene(plane, [first, second])
-    await one.until(lambda: [worker.state for worker in plane.table] == [WorkerState.DRAINING, WorkerState.READY])
-    say(False)
-    assert one.admin("POST", "/pla/reload")[0] == 200
-    await one.ready(2)
-    await plane.stop()
-    for each in (first, second):
-        await each.stop()
+    async with beginning_scene(first, second, worker_file=path) as one:
+        await one.until(
+            lambda: [worker.state for worker in one.plane.table] == [WorkerState.DRAINING, WorkerState.READY]
+        )
+        say(False)
+        assert one.admin("POST", "/pla/reload")[0] == 200
+        await one.ready(2)
 
 
 async def test_a_memory_file_that_cannot_be_written_stops_nothing(
@@ -148,13 +140,9 @@ async def test_what_cannot_work_is_refused_at_the_start(knobs: dict[str, Any]) -
 async def test_an_instance_whose_policy_cannot_be_made_says_why() -> None:
     """Known once the first instance has said what it is: this one, that it has no KV cache."""
     instance = await FakeSglang(max_total_num_tokens=0).start()
-    plane = ControlPlane(ControlKnobs(workers=(instance.url,), health=QUICK))
-    await plane.start()
-    one = Scene(plane, [instance])
-    await one.until(lambda: "kv_capacity_tokens" in one.admin("GET", "/workers/0")[1]["detail"])
-    assert one.admin("GET", "/workers/0")[1]["state"] == "starting"
-    await plane.stop()
-    await instance.stop()
+    async with beginning_scene(instance, workers=(instance.url,)) as one:
+        await one.until(lambda: "kv_capacity_tokens" in one.admin("GET", "/workers/0")[1]["detail"])
+        assert one.admin("GET", "/workers/0")[1]["state"] == "starting"
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is full")

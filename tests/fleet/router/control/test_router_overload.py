@@ -11,12 +11,8 @@ import pytest
 from support.router_scene import Scene, scene
 
 from pla_sglang.fleet.router.control.workers.breaker import BreakerKnobs, BreakerState
-from pla_sglang.fleet.router.control.workers.discovery import Description, parse_url
-from pla_sglang.fleet.router.control.workers.exclusions import Exclusion, Exclusions
-from pla_sglang.fleet.router.control.workers.table import Worker, WorkerReason, WorkerState, WorkerTable
+from pla_sglang.fleet.router.control.workers.table import Worker, WorkerState
 from pla_sglang.fleet.router.wire import messages as m
-from pla_sglang.policy.common.device_clock import DeviceClock
-from pla_sglang.policy.interface.fleet import InstanceKind
 from pla_sglang.policy.registry import build
 from pla_sglang.policy.retry_budget import RetryBudgetKnobs
 from pla_sglang.recording.file import read
@@ -25,7 +21,6 @@ from pla_sglang.recording.setup import setup_of
 from pla_sglang.sim.core.parity import Replay
 
 LONG_S = 30.0
-FULL, BREAKER, REFUSED, *_ = Exclusion
 
 
 def refuse(one: Scene, rid: str, worker: int, *, attempt: int = 1, refused_by: tuple[int, ...] = ()) -> Any:
@@ -215,16 +210,6 @@ async def test_others_need_not_wait_for_the_end_of_a_long_trial() -> None:
         assert one.relay.last(m.Assign).rid == "waits"
 
 
-async def test_a_trial_that_an_instance_refuses_for_load_lets_the_next_one_through() -> None:
-    async with scene(["null"], breaker=QUICK_BREAKER) as one:
-        worker = await half_open(one)
-        one.assign("trial")
-        assert one.ask("next") is None
-        assert isinstance(refuse(one, "trial", 0), m.Refuse)
-        assert one.relay.last(m.Assign).rid == "next"
-        assert (worker.breaker.state, worker.breaker.opened) == (BreakerState.HALF_OPEN, 1)
-
-
 async def test_a_trial_that_fails_opens_it_again() -> None:
     async with scene(["null"], breaker=QUICK_BREAKER) as one:
         worker = await half_open(one)
@@ -269,72 +254,6 @@ async def test_a_health_check_that_fails_after_a_500_counts() -> None:
         worker = one.plane.table.by_number[0]
         await one.until(lambda: worker.state is WorkerState.SUSPECT)
         assert worker.breaker.opened == 1
-
-
-# -- the rules alone -------------------------------------------------------------------------------------------------
-
-U, P, D = InstanceKind.UNIFIED, InstanceKind.PREFILL, InstanceKind.DECODE
-
-
-def table_of(*kinds: InstanceKind, time_scale: float = 1.0) -> WorkerTable:
-    table = WorkerTable(BreakerKnobs(), clock=DeviceClock(time_scale))
-    for index, kind in enumerate(kinds):
-        worker = table.add(parse_url(f"http://h:{index + 1}"), 0.0)
-        table.describe(worker, Description(kind, f"i{index}", f"h:{index}", 1000, 1, 1, "m", "t", "0.5.17"), 0.0)
-        table.move(worker, WorkerState.READY, WorkerReason.ANSWERS, 0.0)
-    return table
-
-
-@pytest.mark.parametrize(
-    ("name", "kinds", "full", "refused_by", "expected"),
-    [
-        ("nobody", [U, U], [], (), {}),
-        ("one of two", [U, U], [0], (), {0: FULL}),
-        ("all of them", [U, U], [0, 1], (), {}),
-        ("all, and one has refused this request", [U, U], [0, 1], (0,), {0: REFUSED, 1: FULL}),
-        ("one has refused this request", [U, U], [], (1,), {1: REFUSED}),
-        ("the only prefill instance", [P, D, D], [0], (), {}),
-        ("all prefill, one decode instance", [P, P, D, D], [0, 1, 2], (), {2: FULL}),
-        ("one that is gone", [U], [], (9,), {}),
-    ],
-)
-def test_who_is_left_out(
-    name: str, kinds: list[InstanceKind], full: list[int], refused_by: tuple[int, ...], expected: dict[int, Exclusion]
-) -> None:
-    table = table_of(*kinds)
-    exclusions = Exclusions(table, 1.0)
-    for number in full:
-        exclusions.note_full(table.by_number[number], 10.0)
-    over = m.Over(1, m.Cause.FULL, 10.9, refused_by=refused_by) if refused_by else None
-    left_out = exclusions.find(10.9, over=over)
-    assert {view.index: reason for view, reason in left_out.items()} == expected, name
-    if not refused_by:
-        assert not exclusions.find(11.0)
-        assert not table.restricted
-
-
-def test_a_full_instance_on_a_slow_device_is_avoided_for_as_long_in_device_time() -> None:
-    table = table_of(U, U, time_scale=4.0)
-    exclusions = Exclusions(table, 1.0)
-    exclusions.note_full(table.by_number[0], 10.0)
-    assert set(exclusions.find(13.9).values()) == {FULL}
-    assert not exclusions.find(14.0)
-
-
-def test_an_open_breaker_is_left_out_whatever_else() -> None:
-    table = table_of(U)
-    worker = table.by_number[0]
-    exclusions = Exclusions(table, 0.1)
-    worker.breaker.on_failure(0.0, refused=True)
-    table.restricted.add(worker)
-    assert exclusions.find(0.1) == {worker.view: BREAKER}
-    worker.breaker.tick(9.0)
-    assert exclusions.find(9.0) == {}
-    worker.breaker.start_trial("r")
-    assert exclusions.find(9.0) == {worker.view: BREAKER}
-    worker.breaker.on_success(9.1, "r")
-    assert exclusions.find(9.1) == {}
-    assert not table.restricted
 
 
 @pytest.mark.parametrize("policy", ["round-robin", "minimal-load"])

@@ -10,10 +10,8 @@ from typing import Any
 
 import pytest
 from fake_sglang import FakeSglang
-from support.router_scene import QUICK, Scene, scene
+from support.router_scene import beginning_scene, scene
 
-from pla_sglang.fleet.router.control.control_plane import ControlPlane
-from pla_sglang.fleet.router.control.knobs import ControlKnobs
 from pla_sglang.fleet.router.control.workers.table import WorkerState
 from pla_sglang.fleet.router.wire import messages as m
 from pla_sglang.load import tracker
@@ -86,31 +84,24 @@ async def test_who_is_not_served_yet_waits_and_goes_when_an_instance_is_ready() 
     late = FakeSglang()
     await late.start()
     await late.stop()  # its port is known, nobody listens
-    plane = ControlPlane(ControlKnobs(workers=(late.url,), health=QUICK, pending_s=20.0))
-    await plane.start()
-    one = Scene(plane, [late])
-    assert one.ask("r1") is None
-    assert not one.relay.last(m.Table).serving
-    await late.start()
-    await one.until(lambda: any(isinstance(told, m.Assign) for told in one.relay.told))
-    one.ended("r1")
-    one.assert_at_rest()
-    await plane.stop()
-    await late.stop()
+    async with beginning_scene(late, workers=(late.url,), pending_s=20.0) as one:
+        assert one.ask("r1") is None
+        assert not one.relay.last(m.Table).serving
+        await late.start()
+        await one.until(lambda: any(isinstance(told, m.Assign) for told in one.relay.told))
+        one.ended("r1")
+        one.assert_at_rest()
 
 
 async def test_who_waits_too_long_is_refused() -> None:
-    plane = ControlPlane(ControlKnobs(workers=("http://127.0.0.1:9",), health=QUICK, pending_s=0.1))
-    await plane.start()
-    one = Scene(plane, [])
-    assert one.ask("r1") is None
-    await one.until(lambda: any(isinstance(told, m.Refuse) for told in one.relay.told))
-    refuse = one.relay.last(m.Refuse)
-    assert (refuse.status, refuse.code, refuse.retry_after_s) == (503, "no_instance", 5.0)
-    one.ended("r1", m.Outcome.REFUSED)
-    assert plane.dispatcher.ledger.ended.total() == 1
-    one.assert_at_rest()
-    await plane.stop()
+    async with beginning_scene(workers=("http://127.0.0.1:9",), pending_s=0.1) as one:
+        assert one.ask("r1") is None
+        await one.until(lambda: any(isinstance(told, m.Refuse) for told in one.relay.told))
+        refuse = one.relay.last(m.Refuse)
+        assert (refuse.status, refuse.code, refuse.retry_after_s) == (503, "no_instance", 5.0)
+        one.ended("r1", m.Outcome.REFUSED)
+        assert one.plane.dispatcher.ledger.ended.total() == 1
+        one.assert_at_rest()
 
 
 async def test_limits_and_duplicates() -> None:
@@ -250,14 +241,6 @@ async def test_telemetry_makes_polls_needless_and_tells_of_restarts(tmp_path: Pa
         pusher.close()
 
 
-async def test_polls_where_nothing_reports() -> None:
-    async with scene(["null"]) as one:
-        one.instances[0].load |= {"num_waiting_reqs": 2, "num_waiting_uncached_tokens": 600, "num_running_reqs": 1}
-        view = one.plane.table.by_number[0].view
-        await one.until(lambda: view.queued_tokens == 600)
-        assert (view.queued_prefills, view.queued_attention, view.running) == (2, 180_000, 1)
-
-
 async def test_pools_are_told_to_instances_and_moved_under_pressure() -> None:
     modes = ["prefill", "prefill", "prefill", "decode"]
     async with scene(modes, has_role=True, policy="pla", slo_ttft_s=0.05, boundary_tokens=100) as one:
@@ -342,17 +325,13 @@ async def test_an_instance_that_is_not_well_is_not_let_in() -> None:
     fake = FakeSglang()
     fake.healthy = False
     await fake.start()
-    plane = ControlPlane(ControlKnobs(workers=(fake.url,), health=QUICK))
-    await plane.start()
-    one = Scene(plane, [fake])
-    worker = plane.table.by_number[0]
-    await one.until(lambda: worker.misses >= 2)
-    assert worker.state is WorkerState.STARTING
-    assert "503" in worker.detail
-    fake.healthy = True
-    await one.ready(1)
-    fake.healthy = False  # one that serves is asked for less than a token
-    await asyncio.sleep(0.3)
-    assert worker.is_ready()
-    await plane.stop()
-    await fake.stop()
+    async with beginning_scene(fake, workers=(fake.url,)) as one:
+        worker = one.plane.table.by_number[0]
+        await one.until(lambda: worker.misses >= 2)
+        assert worker.state is WorkerState.STARTING
+        assert "503" in worker.detail
+        fake.healthy = True
+        await one.ready(1)
+        fake.healthy = False  # one that serves is asked for less than a token
+        await asyncio.sleep(0.3)
+        assert worker.is_ready()

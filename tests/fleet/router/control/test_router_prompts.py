@@ -84,6 +84,15 @@ def test_what_was_used_least_is_forgotten_and_a_prefix_outlives_its_end() -> Non
         (Endpoint.GENERATE, {"text": "a"}, ["a"]),
         (Endpoint.GENERATE, {"input_ids": [1]}, None),
         (Endpoint.GENERATE, [], None),
+        (Endpoint.RESPONSES, {"instructions": "be brief", "input": "a b"}, ["be brief", "a b"]),
+        (Endpoint.RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_text", "text": "a"}]}]}, ["a"]),
+        (Endpoint.MESSAGES, {"system": "s", "messages": [{"role": "user", "content": "a"}]}, ["s", "a"]),
+        (Endpoint.OLLAMA_GENERATE, {"prompt": "a"}, ["a"]),
+        (Endpoint.EMBEDDINGS, {"input": ["a", "b"]}, ["a", "b"]),
+        (Endpoint.EMBEDDINGS, {"input": [1, 2]}, None),
+        (Endpoint.CLASSIFY, {"text": "a"}, ["a"]),
+        (Endpoint.ENCODE, {"input_ids": [1], "text": "a"}, None),
+        (Endpoint.SCORE, {"query": "a", "items": ["b"]}, None),
     ],
 )
 def test_texts_of_a_body(endpoint: Endpoint, body: object, texts: list[str] | None) -> None:

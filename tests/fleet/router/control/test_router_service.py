@@ -15,9 +15,7 @@ import pytest
 
 pytest.importorskip("kubernetes.aio", reason="needs pla-sglang[kubernetes]")
 
-from fake_sglang import FakeSglang
 from support.kube_scene import KubeScene, kube_scene, stand_in_only
-from support.router_scene import scene
 from support.serving import wait_until
 
 from pla_sglang.common.errors import ConfigError
@@ -174,26 +172,6 @@ async def test_a_server_that_is_away_changes_nothing(
         assert "503 etcd is away" in said[0]
         await one.write("a", {"10.0.0.1": READY, "10.0.0.2": READY})
         await one.until("10.0.0.1", "10.0.0.2")
-
-
-@stand_in_only
-async def test_instances_behind_a_service_serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    instances = [FakeSglang("stateless"), FakeSglang("stateless")]
-    async with kube_scene(tmp_path, monkeypatch) as kube:
-        path = Resource(worker_service.GROUP, kube.namespace, "endpointslices").path()
-        for number, instance in enumerate(instances):
-            await instance.start()
-            port = int(instance.url.rsplit(":", 1)[1])
-            await kube.client.ask("POST", path, to_slice(f"slice-{number}", port, {"127.0.0.1": READY}))
-        try:
-            async with scene([], worker_service=f"{kube.namespace}/{SERVICE}") as one:
-                await one.ready(2)
-                assert one.assign("r1").decode in (0, 1)
-                state = one.admin("GET", "/pla/state")[1]["worker_service"]
-                assert state == {"service": f"{kube.namespace}/{SERVICE}", "endpoints": 2, "error": ""}
-        finally:
-            for instance in instances:
-                await instance.stop()
 
 
 @pytest.mark.parametrize(

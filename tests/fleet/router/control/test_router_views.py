@@ -173,14 +173,6 @@ def test_stages_add_up_to_the_ttft_whatever_was_reported(
     assert sum(parts.values()) == pytest.approx(max(first, arrived) - arrived, abs=1e-9)
 
 
-def test_stages_of_a_pair() -> None:
-    times = {"assigned_s": 1.2, "sent_s": 1.25, "prefill_done_s": 2.0, "first_token_s": 2.3}
-    record = make_record("r", 1.0, instances=("p", "d"), own_prefill_s=0.5, token_interval_s=0.1, **times)
-    expected = (0.2, 0.05, 0.25, 0.5, 0.2, 0.1)
-    assert stages(record) == pytest.approx(dict(zip(STAGES, expected, strict=True)))
-    assert stages(make_record("r", 1.0)) is None
-
-
 def test_old_records_are_forgotten() -> None:
     store = ExplainStore(capacity=2)
     for rid in "abc":

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from pla_sglang.common.errors import ConfigError, IllegalMoveError
-from pla_sglang.fleet.router.control.workers.breaker import BreakerKnobs, BreakerState
+from pla_sglang.fleet.router.control.workers.breaker import BreakerKnobs
 from pla_sglang.fleet.router.control.workers.discovery import Address, Description
 from pla_sglang.fleet.router.control.workers.errors import WorkerError
 from pla_sglang.fleet.router.control.workers.health import Health, HealthKnobs, ProbeResult
@@ -144,25 +144,6 @@ def test_who_does_not_listen_is_dead_and_another_waits_in_its_place() -> None:
     health.on_probe(heir, ProbeResult.OK, 4.0)
     assert table.fleet.ready == [heir.view]
     table.check_integrity()
-
-
-def test_failed_requests_open_the_breaker_and_a_check_after_the_cool_down_lets_it_try() -> None:
-    _, health, [worker] = make(UNIFIED)
-    health.on_failure(worker, 1.0, refused=False)
-    assert worker.state is WorkerState.READY
-    health.on_failure(worker, 1.1, refused=False)
-    assert (worker.state, worker.reason) == (WorkerState.SUSPECT, WorkerReason.BREAKER)
-    health.on_probe(worker, ProbeResult.OK, 2.0)
-    assert worker.state is WorkerState.SUSPECT  # the cool-down is not over
-    health.on_probe(worker, ProbeResult.OK, 3.2)
-    assert (worker.state, worker.breaker.state) == (WorkerState.READY, BreakerState.HALF_OPEN)
-    worker.breaker.start_trial("r")
-    health.on_failure(worker, 3.3, "r", refused=False)
-    assert (worker.state, worker.breaker.state) == (WorkerState.SUSPECT, BreakerState.OPEN)
-    health.on_probe(worker, ProbeResult.OK, 7.4)
-    worker.breaker.start_trial("s")
-    worker.breaker.on_success(7.5, "s")
-    assert (worker.state, worker.breaker.state) == (WorkerState.READY, BreakerState.CLOSED)
 
 
 def test_a_fresh_report_makes_a_check_needless() -> None:

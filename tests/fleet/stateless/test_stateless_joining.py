@@ -1,4 +1,4 @@
-"""What SGLang's own clock of a request says of one whose KV has come from another instance."""
+"""A request whose KV has come from another instance joins the running batch: its times, and its grammar."""
 
 from __future__ import annotations
 
@@ -11,22 +11,33 @@ from support.request_fields import RequestFields
 
 from pla_sglang.fleet.stateless.host import calls
 from pla_sglang.fleet.stateless.requests import admission
+from pla_sglang.fleet.stateless.transfer.legs import GOES_ON_ATTRIBUTE
 from pla_sglang.plugin.engine.faults import Faults
 
 
-def received_request() -> Any:
+class Grammar:
+    """As llguidance's: it accepts tokens and notes none of them in ``current_token``."""
+
+    current_token: int | None = None
+
+    def __init__(self, *accepted: int) -> None:
+        self.accepted = list(accepted)
+
+
+def received_request(grammar: Grammar | None = None, *, goes_on: bool = False) -> Any:
     """Up to where the host's transfer queue hands it over."""
     from sglang.srt.observability.req_time_stats import SchedulerReqTimeStats
 
     stats = SchedulerReqTimeStats()
     req: Any = RequestFields(
         time_stats=stats,
-        output_ids=[5],
+        output_ids=[5, 6],
         kv_committed_len=11,
-        grammar=None,
+        grammar=grammar,
         update_finish_state=lambda: None,
         finished=lambda: False,
     )
+    setattr(req, GOES_ON_ATTRIBUTE, goes_on)
     stats.set_scheduler_recv_time()
     calls.note_receiving(req)
     stats.set_decode_transfer_queue_entry_time()
@@ -34,12 +45,19 @@ def received_request() -> Any:
     return req
 
 
-def join(reqs: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    batch = SimpleNamespace(reqs=reqs, return_logprob=False, filter_batch=lambda: None, is_empty=lambda: False)
-    monkeypatch.setattr(admission, "build_received_batch", lambda scheduler, reqs: batch)
+def build_as_the_host(scheduler: Any, reqs: list[Any]) -> Any:
+    """With what its ``process_prebuilt`` does with grammars."""
+    for req in reqs:
+        if req.grammar is not None and req.grammar.current_token is None:
+            req.grammar.accepted.append(req.output_ids[-1])
+    return SimpleNamespace(reqs=reqs, return_logprob=False, filter_batch=lambda: None, is_empty=lambda: False)
+
+
+def join(reqs: list[Any], monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(admission, "build_received_batch", build_as_the_host)
     monkeypatch.setattr(admission, "count_again", lambda batch, steps_under_way: None)
     scheduler = SimpleNamespace(output_streamer=SimpleNamespace(stream_output=lambda reqs, logprob: None))
-    admission.admit_received(scheduler, reqs, SimpleNamespace(is_empty=lambda: True), Faults())
+    return admission.admit_received(scheduler, reqs, SimpleNamespace(is_empty=lambda: True), Faults())
 
 
 def test_its_queue_time_ends_when_it_joins_the_running_batch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,3 +90,11 @@ def test_each_stage_is_measured_once_as_at_a_decode_instance(monkeypatch: pytest
     assert measured.keys() == {"decode_waiting", "fake_output"}
     assert len(queued_s) == 1
     assert all(0 <= latency_s < 60 for latency_s in [*measured.values(), *queued_s])
+
+
+def test_a_grammar_gets_each_token_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of a request that goes on has all its tokens already; that of a decode part lacks the one it came with."""
+    held, leg = Grammar(5, 6), Grammar(5)
+    reqs = [received_request(held, goes_on=True), received_request(leg), received_request(goes_on=True)]
+    assert join(reqs, monkeypatch).reqs == reqs
+    assert (held.accepted, leg.accepted) == ([5, 6], [5, 6])
