@@ -209,9 +209,7 @@ def test_a_picture_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
         (0.0175, 0.023, ["18 ms", "20 ms", "22 ms"]),  # 20 ms would stand there alone
     ],
 )
-def test_a_time_axis_has_marks_that_can_be_read(
-    tmp_path: Path, low_s: float, high_s: float, marks: list[str]
-) -> None:
+def test_a_time_axis_has_marks_that_can_be_read(tmp_path: Path, low_s: float, high_s: float, marks: list[str]) -> None:
     with panels(tmp_path / "axis.png", size=(3, 2)) as (panel,):
         panel.set(xscale="log", xlim=(low_s, high_s))
         log_seconds(panel.xaxis, low_s, high_s)
