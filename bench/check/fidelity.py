@@ -22,7 +22,7 @@ import numpy as np
 from bench.check.live_case import LiveCase, list_grid
 from bench.harness import cli, fidelity, report
 from bench.harness.bench import Result, measuring
-from bench.harness.figures import panels
+from bench.harness.figures import log_seconds, panels
 from bench.harness.latency import ecdf
 from bench.harness.live_fleet import SLOTS, LiveFleet, is_valid, points_of, running_fleet
 from bench.harness.replay import Planned
@@ -151,11 +151,17 @@ def summarise(compared: Mapping[str, tuple[Row, fidelity.Points]], cases: int, o
 def draw_against_live(axes: Sequence[Any], points: fidelity.Points, title: str) -> None:
     """Distributions of TTFT and TPOT of a live run and of its simulation, on two axes."""
     for panel, what in zip(axes, ("ttft", "tpot"), strict=True):
+        shown: list[float] = []
         for kind, label, style in (("live", "live", "-"), ("sim", "simulated", "--")):
             values = getattr(fidelity.served_of(points, kind), f"{what}_s")()
-            panel.plot(*ecdf(values[np.isfinite(values)].tolist()), style, label=label)
+            known = values[np.isfinite(values)].tolist()
+            panel.plot(*ecdf(known), style, label=label)
+            shown += known
         panel.set_title(title, fontsize=8)
-        panel.set(xscale="log", xlabel=f"{what.upper()}, s", ylabel="share of requests")
+        panel.set(xscale="log", xlabel=what.upper(), ylabel="share of requests")
+        if shown:
+            log_seconds(panel.xaxis, min(shown), max(shown))
+            panel.tick_params(axis="x", labelsize=8)
         panel.grid(alpha=0.3)
 
 

@@ -314,28 +314,41 @@ def missed(result: Mapping[str, Any]) -> list[str]:
 
 
 def plot(result: Mapping[str, Any], path: Path, title: str) -> None:
-    """Late requests by arm and class, a dot for each seed. Right: the shifting load, and each move to a pool."""
-    arms = result["arms"]
-    with panels(path, 2, size=(13, 4.6), title=title) as (left, right):
-        places = np.arange(len(arms))
-        for shift, (name, label) in enumerate((("all", "all"), ("short", "shorts"), ("long", "longs"))):
-            of_class = [own if name == "all" else own[name] for own in arms.values()]
-            heights = [100 * (own["violation_rate"] or 0) for own in of_class]
-            bars = left.bar(places + (shift - 1) * 0.27, heights, 0.25, label=label)
-            left.bar_label(bars, fmt="%.1f", fontsize=7)
-        for place, own in zip(places, arms.values(), strict=True):
-            by_seed = own["violation_rate_by_seed"]
-            left.plot([place - 0.27] * len(by_seed), [100 * value for value in by_seed], ".", color="black", ms=4)
-        left.set_xticks(places, [arm.removeprefix("router:") for arm in arms], rotation=15)
-        left.set_ylabel("TTFT target missed, % of requests")
-        if (shifting := result.get(SHIFTING)) is not None:
-            for name in ("short", "long"):
-                rates = shifting[f"{name}_rps"]
-                right.stairs(rates, np.linspace(0.0, shifting["duration_s"], len(rates) + 1), label=f"begin {name}")
-            for move in shifting["moves"][0]:
-                right.axvline(move["at_s"], color="black", ls=":", lw=1)
-                right.text(move["at_s"], 100.0, f" to {move['role']}", rotation=90, fontsize=8)
-        right.set(xlabel="s of device time; dotted: an instance or rank changes pools", ylabel="conversations per s")
+    """Late requests by arm and class; beside them, where it was measured, the shifting load."""
+    shifting = result.get(SHIFTING)
+    count = 1 if shifting is None else 2
+    with panels(path, count, size=(10 if count == 1 else 13, 4.6), title=title) as (left, *right):
+        draw_late(left, result["arms"])
+        if shifting is not None:
+            draw_shifting(right[0], shifting)
+
+
+def draw_late(panel: Any, arms: Mapping[str, Mapping[str, Any]]) -> None:
+    """A cluster of bars an arm, a dot a seed; figures stand above both."""
+    places = np.arange(len(arms))
+    for shift, (name, label) in enumerate((("all", "all"), ("short", "shorts"), ("long", "longs"))):
+        of_class = [own if name == "all" else own[name] for own in arms.values()]
+        heights = [100 * (own["violation_rate"] or 0) for own in of_class]
+        panel.bar(places + (shift - 1) * 0.27, heights, 0.25, label=label)
+        for place, height, own in zip(places + (shift - 1) * 0.27, heights, of_class, strict=True):
+            by_seed = [100 * value for value in own.get("violation_rate_by_seed", ())]
+            panel.plot([place] * len(by_seed), by_seed, ".", color="black", ms=4)
+            above = {"textcoords": "offset points", "xytext": (0, 3), "ha": "center", "fontsize": 7}
+            panel.annotate(f"{height:.1f}", (place, max([height, *by_seed])), **above)
+    panel.set_xticks(places, [arm.removeprefix("router:") for arm in arms], rotation=15)
+    panel.set_ylabel("TTFT target missed, % of requests (a dot: a seed)")
+    panel.margins(y=0.12)
+
+
+def draw_shifting(panel: Any, shifting: Mapping[str, Any]) -> None:
+    """Conversations that begin, and each move of an instance or rank to the other pool."""
+    for name in ("short", "long"):
+        rates = shifting[f"{name}_rps"]
+        panel.stairs(rates, np.linspace(0.0, shifting["duration_s"], len(rates) + 1), label=f"begin {name}")
+    for move in shifting["moves"][0]:
+        panel.axvline(move["at_s"], color="black", ls=":", lw=1)
+        panel.text(move["at_s"], 100.0, f" to {move['role']}", rotation=90, fontsize=8)
+    panel.set(xlabel="s of device time; dotted: an instance or rank changes pools", ylabel="conversations per s")
 
 
 PAGE_COLUMNS = (

@@ -79,17 +79,22 @@ def arm_colours(arms: Sequence[str]) -> dict[str, str]:
 
 
 def format_seconds(value: float, _position: object = None) -> str:
-    return f"{value * 1e3:.0f} ms" if value < 0.9995 else f"{value:g} s"
+    return f"{float(f'{value * 1e3:.3g}'):g} ms" if value < 0.9995 else f"{value:g} s"
 
 
 def log_seconds(axis: Any, low: float, high: float) -> None:
-    """A logarithmic time axis with readable marks at 1, 2 and 5 of each decade (fewer if it spans many)."""
-    from matplotlib.ticker import FuncFormatter, NullFormatter
+    """A logarithmic time axis with readable marks at 1, 2 and 5 of each decade (fewer if it spans many).
+
+    Of a span that holds at most one of these, at even distances.
+    """
+    from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
     axis.set_major_formatter(FuncFormatter(format_seconds))
     axis.set_minor_formatter(NullFormatter())
     steps = (1, 2, 5) if high / low < 300 else (1, 3)
     marks = [step * 10.0**power for power in range(-4, 5) for step in steps]
+    if sum(low <= mark <= high for mark in marks) < 2:
+        marks = MaxNLocator(4, steps=[1, 2, 5, 10]).tick_values(low, high)
     axis.set_ticks([mark for mark in marks if low <= mark <= high])
 
 

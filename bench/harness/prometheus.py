@@ -56,22 +56,15 @@ def list_conditions() -> list[Row]:
     """Each part of a rule that fires by itself, as ``RULE.1``, ``RULE.2``; nothing of rules that have one alone."""
     found = []
     for rule in read_rules():
-        parts = split_alternatives(rule["expr"])
+        parts = split_conditions(rule["expr"])
         for number, part in enumerate(parts, 1) if len(parts) > 1 else ():
             found.append(rule | {"alert": f"{rule['alert']}.{number}", "expr": part})
     return found
 
 
-def split_alternatives(expression: str) -> list[str]:
-    """What the outermost ``or`` joins; it binds weakest."""
-    parts, depth = list[list[str]]([[]]), 0
-    for word in re.split(r'("[^"]*"|[()]|\bor\b)', expression):
-        depth += (word == "(") - (word == ")")
-        if word == "or" and depth == 0:
-            parts.append([])
-        else:
-            parts[-1].append(word)
-    return [" ".join("".join(words).split()) for words in parts]
+def split_conditions(expression: str) -> list[str]:
+    """A line that begins with ``or`` begins a condition; an ``or`` within one stands elsewhere."""
+    return [" ".join(part.split()) for part in re.split(r"^or\b", expression, flags=re.MULTILINE)]
 
 
 def shorten_windows(expression: str, factor: float) -> str:

@@ -29,7 +29,7 @@ from bench.harness.prometheus import (
     shorten_span,
     shorten_windows,
     show_values,
-    split_alternatives,
+    split_conditions,
 )
 from pla_sglang.common.errors import ConfigError
 
@@ -80,11 +80,11 @@ def test_spans_and_windows() -> None:
         shorten_span("soon", 60.0)
 
 
-def test_conditions_are_what_the_outermost_or_joins() -> None:
-    assert split_alternatives('a{b="x or (y"} > 1') == ['a{b="x or (y"} > 1']
-    assert split_alternatives("(a or b) > 1\n  or (c and d)\nor absent(order)") == [
-        "(a or b) > 1",
-        "(c and d)",
+def test_each_condition_begins_a_line_with_or() -> None:
+    assert split_conditions('a{b="x or y"} or c > 1') == ['a{b="x or y"} or c > 1']
+    assert split_conditions("(a or b) > 1\n  or order\nor (\n  c and d\n)\nor absent(order)") == [
+        "(a or b) > 1 or order",
+        "( c and d )",
         "absent(order)",
     ]
     found = {one["alert"]: one["expr"] for one in list_conditions()}

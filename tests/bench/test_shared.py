@@ -15,7 +15,7 @@ import pytest
 
 from bench.harness.bench import ROOT, Bench, BenchError, measuring
 from bench.harness.catalogue import BENCHES
-from bench.harness.figures import panels
+from bench.harness.figures import log_seconds, panels
 from bench.harness.report import cell_text, emit, installed_sglang, markdown
 from bench.harness.servers import running_child
 from bench.harness.steps import NoStepError
@@ -195,6 +195,22 @@ def test_a_picture_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     assert path.read_bytes().startswith(b"\x89PNG")
     assert left.get_legend() is not None
     assert right.get_legend() is None
+
+
+@pytest.mark.parametrize(
+    ("low_s", "high_s", "marks"),
+    [
+        (0.06, 2.0, ["100 ms", "200 ms", "500 ms", "1 s", "2 s"]),
+        (0.0175, 0.023, ["18 ms", "20 ms", "22 ms"]),  # 20 ms would stand there alone
+    ],
+)
+def test_a_time_axis_has_marks_that_can_be_read(tmp_path: Path, low_s: float, high_s: float, marks: list[str]) -> None:
+    with panels(tmp_path / "axis.png", size=(3, 2)) as (panel,):
+        panel.set(xscale="log", xlim=(low_s, high_s))
+        log_seconds(panel.xaxis, low_s, high_s)
+        panel.figure.canvas.draw()
+        shown = [text.get_text() for text in panel.get_xticklabels()]
+    assert shown == marks
 
 
 def test_cells_of_a_table() -> None:

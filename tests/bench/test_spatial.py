@@ -36,6 +36,10 @@ from pla_sglang.sim import chain
 TELEMETRY = "tcp://127.0.0.1:9"
 
 
+def width_of(png: Path) -> int:
+    return int.from_bytes(png.read_bytes()[16:20], "big")
+
+
 def test_the_workload_is_the_same_each_time_and_changes_in_the_middle() -> None:
     work = Work(100.0, (20.0,), (1.0, 5.0))
     first, again = (work.trace(3) for _ in range(2))
@@ -284,7 +288,9 @@ def test_a_finished_run_is_shown_without_any_engine(tmp_path: Path, capsys: pyte
     assert "computed_tokens_ratio" not in result, "nothing behind cache-aware routing was measured"
     assert result["moves_shifting_load"] == ["long"]
     assert result["targets_missed"] == ["the pools did not follow a shifting load to the short pool and back"]
-    assert (tmp_path / "spatial-pd.png").stat().st_size > 5000
+    picture = tmp_path / "spatial-pd.png"
+    spatial.plot({"arms": result["arms"]}, tmp_path / "one.png", "no shifting load")
+    assert width_of(tmp_path / "one.png") < width_of(picture), "no panel without a load"
     page = spatial.page(result)
     assert "| `spatial` | 25.0% | 0.0% | 100.0% | 25.0% |" in page
     assert "\nAt constant load 1 moves while the pools settle, 0 after." in page

@@ -20,7 +20,7 @@ import ssl
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -32,7 +32,7 @@ from bench.cost.router_cost.movable import check_movable
 from bench.harness.arms import Arm
 from bench.harness.bench import BenchError, measuring
 from bench.harness.cli import add_output, add_quick
-from bench.harness.figures import draw_bars, panels
+from bench.harness.figures import COLOURS, STOCK_COLOUR, panels
 from bench.harness.report import emit, environment, say, show
 from bench.harness.servers import is_healthy, running_child, wait_until_paired, wait_until_ready
 from pla_sglang.common.errors import ConfigError
@@ -45,11 +45,16 @@ BOOTSTRAP_PORT = 8998
 CLIENT_KEY, ADMIN_FILE, MANY_KEYS = "key-of-the-client-of-this-bench", "admin.key", 1000
 SGLANG_ROUTER = "sglang_router.launch_router"
 # Title, and the figures with their labels.
-PANELS = (
-    ("added TTFT at 200/s, ms", (("added_ttft_p50_ms", "p50"), ("added_ttft_p99_ms", "p99"))),
-    ("CPU time, ms", (("cpu_ms_per_request", "a request"), ("cpu_ms_per_stream", "a 16-token stream"))),
-    ("a second", (("requests_per_s", "requests"), ("events_per_s", "events"), ("long_body_rps", "60K-token bodies"))),
-)
+PANELS = {  # figure, title of its panel
+    "added_ttft_p50_ms": "added TTFT at 200/s, p50, ms",
+    "added_ttft_p99_ms": "the same, p99, ms",
+    "cpu_ms_per_request": "CPU a request, ms",
+    "cpu_ms_per_stream": "CPU a 16-token stream, ms",
+    "requests_per_s": "requests/s",
+    "events_per_s": "events/s",
+    "long_body_rps": "60K-token bodies/s",
+}
+PANEL_COLUMNS = 4
 Router: TypeAlias = psutil.Process | None  # the root of its processes; None for an arm without a router
 Samples = dict[str, dict[str, list[dict[str, Any]]]]  # by arm, then by probe, one a round
 
@@ -257,15 +262,34 @@ def read_clocks_s(router: Router, bench: list[psutil.Process]) -> tuple[float, f
 
 
 def plot(by_arm: Mapping[str, Mapping[str, Any]], path: Path) -> None:
-    """Three panels: added TTFT, CPU time, throughput; logarithmic, as the arms differ by orders of magnitude."""
-    with panels(path, len(PANELS), size=(5.2 * len(PANELS), 4.2)) as axes:
-        for panel, (title, series) in zip(axes, PANELS, strict=True):
-            bars = {
-                arm: {label: of_arm[key] for key, label in series if of_arm.get(key)} for arm, of_arm in by_arm.items()
-            }
-            draw_bars(panel, bars, rotation=30)
-            panel.set_yscale("log")
-            panel.set_title(title, fontsize=10)
+    """A panel a figure, a bar an arm; logarithmic, as the arms differ by orders of magnitude."""
+    arms = list(by_arm)
+    rows = -(-len(PANELS) // PANEL_COLUMNS)
+    size = (14.0, rows * (0.9 + 0.24 * len(arms)))
+    with panels(path, len(PANELS), size=size, columns=PANEL_COLUMNS) as axes:
+        for place, (panel, (key, title)) in enumerate(zip(axes, PANELS.items(), strict=True)):
+            draw_figure(panel, {arm: of_arm[key] for arm, of_arm in by_arm.items() if of_arm.get(key)}, arms)
+            panel.set_title(title, fontsize=9)
+            panel.tick_params(labelleft=place % PANEL_COLUMNS == 0, labelsize=8)
+
+
+def draw_figure(panel: Any, values: Mapping[str, float], arms: Sequence[str]) -> None:
+    """Bars from left to right, the first arm on top, each with its figure; "-" where an arm has none."""
+    from matplotlib.ticker import NullFormatter
+
+    least, most = min(values.values(), default=1.0), max(values.values(), default=1.0)
+    beside = {"textcoords": "offset points", "xytext": (3, 0), "va": "center", "fontsize": 7}
+    for place, arm in enumerate(arms):
+        value = values.get(arm)
+        if value is not None:
+            panel.barh(place, value, color=COLOURS[0] if arm.startswith("ours") else STOCK_COLOUR)
+        text = "-" if value is None else f"{value:.3g}" if value < 1000 else f"{value:,.0f}"
+        panel.annotate(text, (value or least / 2, place), **beside)
+    panel.set(xscale="log", xlim=(least / 2, 2 * most * (most / least) ** 0.3))  # room for the figures
+    panel.xaxis.set_minor_formatter(NullFormatter())
+    panel.set_yticks(range(len(arms)), arms)
+    panel.set_ylim(len(arms) - 0.5, -0.5)
+    panel.grid(axis="x", alpha=0.3)
 
 
 def run(options: argparse.Namespace) -> int:
