@@ -17,8 +17,12 @@ from pla_sglang.policy.pla.long_prompts import LongKnobs
 from pla_sglang.policy.pla.temporal import Mixing, TemporalKnobs
 from pla_sglang.policy.slo.knobs import EnginePolicyKnobs, SloKnobs
 
-AGE_MARGIN = 1.5  # the step model errs, and decode steps fall between the chunks of an aged long
-MOST_CUTS = 8  # a long's chunk never gets smaller than this part of the configured one
+# The step model errs, and decode steps fall between the chunks of an aged long. Of 10 s, a long of 2 s is aged after 4;
+# with half of what is above 1 after 5, so that less may go wrong, and with twice as much after 2.
+AGE_MARGIN = 1.5
+# A long's chunk never gets smaller than this part of the configured one: of 4,096 tokens 512, where a pass of an H100
+# begins to cost more than its tokens (bench/lab/docs/rules.md). With half as many cuts 1,024, with twice as many 256.
+MOST_CUTS = 8
 DEPTH_WITHOUT_GRAPHS = AwdKnobs().depth_max
 OWN = "temporal"  # the part of knobs that belong to no other
 PARTS: Mapping[str, tuple[type, ...]] = MappingProxyType(

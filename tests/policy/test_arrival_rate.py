@@ -45,10 +45,10 @@ def test_window_bounds_what_counts() -> None:
 
 def test_mean_tokens() -> None:
     rate = ArrivalRate()
-    assert rate.mean_tokens(default=64.0) == 64.0
+    assert rate.mean_tokens() == 0.0
     rate.observe(0.0, 10)
     rate.observe(0.1, 30)
-    assert rate.mean_tokens(default=64.0) == 20.0
+    assert rate.mean_tokens() == 20.0
 
 
 def test_the_usual_rate_outlives_the_evidence_and_fades() -> None:
@@ -56,7 +56,7 @@ def test_the_usual_rate_outlives_the_evidence_and_fades() -> None:
     assert rate.usual_per_second(2.0) == rate.per_second(2.0) == pytest.approx(1.0)
     assert rate.per_second(302.0) == 0.0
     assert rate.usual_per_second(302.0) == pytest.approx(0.5)
-    assert rate.mean_tokens(default=64.0) == 10.0
+    assert rate.mean_tokens() == 10.0
 
 
 def test_there_is_no_usual_rate_without_evidence() -> None:

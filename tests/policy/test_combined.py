@@ -230,3 +230,67 @@ def test_one_arrow_decides_all_roles() -> None:
 def test_bad_knobs(bad: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(bad))):
         CombinedKnobs(**bad)
+
+
+# -- half and twice of what is the default ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("quiet_s", [1.0, 2.0, 4.0])
+def test_star_rests_for_so_long(quiet_s: float) -> None:
+    for at_s, moves in ((quiet_s - 0.1, False), (quiet_s, True)):
+        policy = combined(quiet_s=quiet_s, split_from=0)
+        view = listed(fleet(prefill(**LATE), decode(), decode(), decode()), "i2")
+        urgent(policy, view)
+        assert any(isinstance(action, Migrate) for action in policy.tick(view, at_s)) is moves
+
+
+@pytest.mark.parametrize("split_from", [2, 3, 6])
+def test_so_many_prefill_instances_have_pools(split_from: int) -> None:
+    for count, split in ((split_from - 1, False), (split_from, True)):
+        view = listed(fleet(*[prefill()] * count, decode()))
+        actions = combined(split_from=split_from).tick(view, 0.0)
+        assert any(isinstance(action, SetLengthClass) for action in actions) is split
+
+
+@pytest.mark.parametrize(("share", "tokens"), [(0.025, 15), (0.05, 40), (0.1, 90)])
+def test_a_class_keeps_requests_up_to_this_share_of_the_target(share: float, tokens: int) -> None:
+    """Of 1 s; a prompt takes 10 ms beside its tokens."""
+    for more, reason in ((-1, R.PLA_SHORT), (1, R.PREFILL_SLO)):
+        view = fleet(prefill(length_class=L), prefill(length_class=L), prefill(length_class=S), decode())
+        assert combined(comfort_share=share).dispatch(request(tokens + more), view, 0.0).reason is reason
+
+
+@pytest.mark.parametrize("memory", [100, 200, 400])
+def test_pools_are_sized_while_half_of_so_many_requests_keep_to_them(memory: int) -> None:
+    for strays, sized in ((memory // 2, True), (memory // 2 + 1, False)):
+        policy = combined(class_memory=memory)
+        view = listed(fleet(prefill(length_class=L), prefill(length_class=L), prefill(length_class=S), decode()))
+        for _ in range(memory):
+            assert policy.dispatch(request(30), view, 0.0).reason is R.PLA_SHORT
+        for _ in range(strays):
+            assert policy.dispatch(request(60), view, 0.0).reason is R.PREFILL_SLO
+        assert (R.VETO not in [action.reason for action in policy.tick(view, 0.0)]) is sized
+
+
+@pytest.mark.parametrize(("share", "queued"), [(0.125, 110), (0.25, 230), (0.5, 470)])
+def test_relief_begins_at_this_share_of_the_time_to_wait(share: float, queued: int) -> None:
+    """Of 960 ms: its own prefill takes 40. The queue takes 10 ms beside its tokens."""
+    for more, reason in ((-1, R.PREFILL_SLO), (1, R.SPARE_DECODE)):
+        view = fleet(prefill(queued_tokens=queued + more), decode(running=1))
+        assert combined(ease_share=share).dispatch(request(30), view, 0.0).reason is reason
+
+
+@pytest.mark.parametrize(("share", "queued"), [(0.25, 230), (0.5, 470), (1.0, 950)])
+def test_a_flip_comes_at_this_share_of_the_time_to_wait(share: float, queued: int) -> None:
+    for more, flips in ((-1, False), (1, True)):
+        view = fleet(prefill(queued_tokens=queued + more), decode(running=1), decode(running=1))
+        assert (combined(flip_share=share).dispatch(request(30), view, 0.0).reason is R.PREFILL_FLIP) is flips
+
+
+@pytest.mark.parametrize(("share", "most"), [(0.1, 89_600), (0.2, 79_600), (0.4, 59_600)])
+def test_a_move_leaves_this_share_of_the_cache(share: float, most: int) -> None:
+    for used_tokens, moved in ((most, True), (most + 1, False)):
+        target = decode(kv_used_tokens=used_tokens, kv_capacity_tokens=100_000)
+        policy = combined(reserve_share=share)
+        actions = policy.tick(listed(fleet(prefill(), decode(), target), "i1"), 0.0)
+        assert any(isinstance(action, Migrate) for action in actions) is moved

@@ -32,7 +32,9 @@ from pla_sglang.policy.common.eviction import EvictionCost
 from pla_sglang.policy.interface.fleet import FleetView, InstanceView, RequestView, Role
 from pla_sglang.policy.interface.step_times import StepTimes
 
-LEAST_SPARE = 0.1  # of the TPOT target, so that the cost stays finite where a device cannot keep it
+# Of the TPOT target, so that the cost stays finite where a device cannot keep it. There 60 decodes weigh as much as a
+# queue that takes the whole TTFT target; with half of it 35, with twice as much 110.
+LEAST_SPARE = 0.1
 Ahead = tuple[int, int, int, int]  # prefills, their new tokens, attention, history tokens
 COMPARED = 64  # instances whose cost is worked out: in a fleet of 1,000 a decision would take 5 ms for all
 HELD_WEIGHT = 0.01  # of what caches hold, as a share of a target: so little that load decides, and all are filled
@@ -41,8 +43,12 @@ HELD_WEIGHT = 0.01  # of what caches hold, as a share of a target: so little tha
 @dataclasses.dataclass(frozen=True)
 class CostKnobs:
     """Attributes:
-    work_weight, decode_weight: weights of device time and of decode steps; its own first token has 1.
-    memory_share: of the KV cache that prompts may fill before they wait for room.
+    work_weight: of device time, its own first token having 1: four others wait for it. A prefix that saves 0.4 s is
+        worth a queue of 2 s; with half of it one of 1.2, with twice as much one of 3.6.
+    decode_weight: of decode steps: a share of either target is worth as much as of the other. 250 ms of a TTFT target
+        of 1 s weigh as much as 100 decodes that take 10 of 40 ms; with half of it 200, with twice as much 50.
+    memory_share: of the KV cache that prompts may fill before they wait for room; the rest is for running answers,
+        which grow. With half of it they wait from 45 % on.
     """
 
     work_weight: float = knob(4.0, allowed=Range(0))

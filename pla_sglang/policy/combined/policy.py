@@ -86,15 +86,19 @@ _POOL_REASONS = {PrefillClass.SHORT: FleetReason.PRESSURE_SHORT, PrefillClass.LO
 @dataclasses.dataclass(frozen=True)
 class CombinedKnobs:
     """Attributes:
-    quiet_s: pause of the slower parts after an urgent flip.
-    split_from: minimum number of prefill instances for a split by length; 0: never.
+    quiet_s: pause of the slower parts after an urgent flip: eight ticks, in which the counts change and are seen.
+    split_from: minimum number of prefill instances for a split by length; 0: never. Of two, either class would have
+        one, and wait for it alone.
     comfort_share: share of the TTFT target up to which a length class keeps its requests in its own pool.
     class_memory: recent requests by which it is judged whether classes are in use; pools that most of them do not
-        keep to are not sized.
+        keep to are not sized. One half is then known within 4 %.
     ease_share: share of what its own prefill leaves of the TTFT target; relief in place is used for longer waits.
-    flip_share: the same for Arrow's TTFT flip; 1: when the target is missed.
+    flip_share: the same for Arrow's TTFT flip, which disturbs more, and so comes at twice that; 1: when the target is
+        missed.
     reserve_share: of the KV cache, that a move leaves free on its target: what engines keep for new requests.
-    interval_s: of the common tick; each part has its own interval in addition.
+    interval_s: of the common tick; each part has its own interval in addition. On ``burst`` half as long took 0.3
+        points from those in target, and twice as long gave 0.1. Half and twice of the others moved no share in target
+        on five named workloads (bench/lab/docs/fleets.md).
     """
 
     quiet_s: float = knob(2.0, allowed=Range(0))

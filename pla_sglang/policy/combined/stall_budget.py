@@ -66,10 +66,13 @@ class Share:
 class InPlaceKnobs:
     """Attributes:
     usual, late: shares for requests that others would serve in time, and for those that are late everywhere else.
-    answers: recent answers for the quantiles.
-    first_answer_tokens: assumed answer length until some have ended.
-    refresh: answers between two updates of the quantiles.
-    memory_share: of the KV cache that prompts may fill.
+    answers: recent answers for the quantiles: the lower one has 25 of them below it.
+    first_answer_tokens: assumed answer length until some have ended: shorter than nearly all, as a stall that a short
+        answer does not bear makes it late.
+    refresh: answers between two updates of the quantiles, a tenth of those that they are of.
+    memory_share: of the KV cache that prompts may fill; the rest is for running answers, which grow.
+
+    Half and twice of all of them moved no share in target on five named workloads (bench/lab/docs/fleets.md).
     """
 
     usual: Share = Share(0.5, 0.25, 0.05)

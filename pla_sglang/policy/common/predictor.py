@@ -21,6 +21,8 @@ from pla_sglang.policy.interface.decisions import Observer, PrefillSample
 from pla_sglang.policy.interface.fleet import InstanceView, RequestView
 from pla_sglang.policy.interface.step_times import StepTimes
 
+ERROR_MEMORY = 200  # requests over which errors are averaged, for people: no decision reads them
+
 
 @dataclasses.dataclass(frozen=True)
 class PredictorKnobs:
@@ -29,10 +31,13 @@ class PredictorKnobs:
     Attributes:
         prior_s: device seconds of passes after which observations weigh as much as the start-up fit.
         memory_s: device seconds of passes that are remembered.
-        factor_min, factor_max: bounds of the correction; beyond, something else is wrong.
+        factor_min, factor_max: bounds of the correction; beyond, something else is wrong. With twice the upper one the
+            longest prompt in time is half as long on a device that is slower than that, and so on.
         own_factor: an instance has a factor of its own where it is so many times as slow, or as fast, as its profile.
             Curves of this form were up to 13 % off the passes of an H100.
-        error_memory: requests over which the TTFT error is averaged.
+
+    A pass of 0.1 s that took ten times as long moves the factor by 4.5 %. Half of all of these took 0.2 points from
+    those in target on ``azure_conv``, and twice as much gave 0.1 on ``burst`` (bench/lab/docs/fleets.md).
     """
 
     prior_s: float = knob(2.0, allowed=Range(0, above=True))
@@ -40,7 +45,6 @@ class PredictorKnobs:
     factor_min: float = knob(0.25, allowed=Range(0, 1, above=True))
     factor_max: float = knob(8.0, allowed=Range(1))
     own_factor: float = knob(1.15, allowed=Range(1))
-    error_memory: float = knob(200.0, allowed=Range(1))
 
     def __post_init__(self) -> None:
         check_fields(self, "predictor")
@@ -63,9 +67,9 @@ class PredictionError:
     bias_s: float = 0.0
     relative: float = 0.0
 
-    def add(self, predicted_s: float, actual_s: float, memory: float) -> None:
+    def add(self, predicted_s: float, actual_s: float) -> None:
         self.count += 1
-        weight = 1.0 / min(self.count, memory)
+        weight = 1.0 / min(self.count, ERROR_MEMORY)
         error_s = actual_s - predicted_s
         self.absolute_s += weight * (abs(error_s) - self.absolute_s)
         self.bias_s += weight * (error_s - self.bias_s)
@@ -244,7 +248,7 @@ class TtftPredictor:
     def on_first_token(self, request: RequestView, now_s: float) -> None:
         """Judge the prediction that ``request`` carries."""
         if request.predicted_ttft_s is not None:
-            self.error.add(request.predicted_ttft_s, now_s - request.arrival_s, self.knobs.error_memory)
+            self.error.add(request.predicted_ttft_s, now_s - request.arrival_s)
 
 
 class PredictingPolicy(Observer):

@@ -14,6 +14,8 @@ from pla_sglang.policy.interface.decisions import FleetAction, Hold
 from pla_sglang.policy.interface.fleet import FleetView, Role
 from pla_sglang.policy.interface.reasons import FleetReason
 
+# As often as Arrow looks, so that both find an instance without old work as soon. It is not part of the combined
+# policy, whose Arrow does that itself.
 SETTLE_S = 0.25
 
 

@@ -11,7 +11,11 @@ from __future__ import annotations
 
 from pla_sglang.policy.common.step_model import BEND_TOKENS, GPU_START, StepModel
 
+# Fewer tokens are short on any device: launch and weights take nearly all the time of such a pass. Half and twice as
+# much only decide where company saves nothing, as no pass costs anything beside its tokens.
 BOUNDARY_MIN_TOKENS = 32
+# Company is a pass of so many tokens, where the engine's own are not smaller: the largest chunk of the recommended
+# form. Where passes cost the same whatever is in them, the boundary is ten elevenths of it, of half or of twice it.
 BOUNDARY_MAX_TOKENS = 4096
 
 # By the profile of an H100 with Qwen2.5-7B, passes of 2,048 tokens and 5 ms besides, the boundary is 1,128 tokens; with

@@ -39,7 +39,12 @@ from pla_sglang.policy.pla.class_queues import ClassQueues, classify
 from pla_sglang.policy.pla.long_prompts import LongKnobs, LongPick, LongQueue, by_order, chunk_tokens, resume
 from pla_sglang.policy.pla.sharing import PassContents, Sharing, contents_of, contents_of_parts
 
-MOST_COMPANIONS = 64  # of either class; more are not looked at in a pass
+# Of the latest short prompt in the mean of what they hold: where that changes, half of it is known after seven of them.
+# With half of the weight after fourteen, with twice as much after four.
+FOOTPRINT_WEIGHT = 0.1
+# Of either class; more are not looked at in a pass, which must not wait for a long decision. It bounds only passes of
+# very small prompts: with a batch of 16 beside them half and twice as much make 48 and 144 of 80.
+MOST_COMPANIONS = 64
 _NEW_TOKENS = operator.attrgetter("new_tokens")
 
 
@@ -155,7 +160,7 @@ class TemporalPolicy:
         """A request was seen for the first time; its new tokens are those after prefix match."""
         if self.boundary.is_short(view.new_tokens, view.history_tokens):
             self.short_rate.observe(now_s, view.new_tokens)
-            weight = 0.1 if self._footprint_tokens else 1.0
+            weight = FOOTPRINT_WEIGHT if self._footprint_tokens else 1.0
             self._footprint_tokens += weight * (view.footprint_tokens - self._footprint_tokens)
         self.rate.observe(now_s, view.new_tokens)
         largest = self.knobs.long_prompts.chunk_max_tokens
@@ -423,13 +428,13 @@ class TemporalPolicy:
         """Cut for the sake of those that would pass it: short prompts, and long prompts where they are typically half
         as long."""
         passing = self.passing_rate
-        if pick.view.new_tokens < 2 * passing.mean_tokens(default=0.0):
+        if pick.view.new_tokens < 2 * passing.mean_tokens():
             passing = self.short_rate
         return chunk_tokens(
             pick.view,
             long_prompts=max(1, len(long_prompts) + (1 if pick.running else 0)),
             passing_rate_per_s=passing.usual_per_second(now_s),
-            passing_tokens=passing.mean_tokens(default=64.0),
+            passing_tokens=passing.mean_tokens(),
             model=self._pass_model,
             knobs=self.knobs.long_prompts,
         )

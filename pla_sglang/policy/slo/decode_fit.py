@@ -17,6 +17,8 @@ from pla_sglang.policy.common.step_fit import Solve, scipy_solver
 from pla_sglang.policy.common.step_model import StepModel
 from pla_sglang.policy.slo.mixed_batches import MixedBatchModel
 
+# Half and twice of these, of the windows below and of those of ``step_fit.py`` and ``pass_fits.py`` moved no finish
+# time on named workloads in the simulator, whose instances have true profiles (bench/lab/docs/fleets.md).
 PERCENTILE = 99.0
 ERROR_MAX = 1.0  # of the first passes some are compiled or captured; a plan for twice the prediction is careful enough
 ANCHORS = ((1.0, 100.0), (8.0, 8_000.0), (64.0, 64_000.0), (8.0, 200_000.0))  # batch and context tokens

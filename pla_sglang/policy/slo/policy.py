@@ -147,7 +147,7 @@ class SloPolicy(TemporalPolicy):
         for one in short_prompts[: self.knobs.awd.depth_max]:
             if one.deadline_s is not None and one.deadline_s > now_s:
                 allowed_s = min(allowed_s, one.deadline_s - now_s, (one.deadline_s - one.arrival_s) / 2)
-        pass_s = self._pass_model.step_s(budget, 0, budget * self.rate.mean_tokens(default=0.0))
+        pass_s = self._pass_model.step_s(budget, 0, budget * self.rate.mean_tokens())
         if pass_s <= allowed_s:
             return budget
         least = math.ceil(self._pass_model.crossing_tokens(0))
@@ -259,7 +259,7 @@ class SloPolicy(TemporalPolicy):
     def _spare_share(self, view: PassView, now_s: float, model: StepModel) -> float:
         """Share of the device that is left to what waits, by what a token takes in a full pass."""
         tokens = max(1, view.pass_budget_tokens)
-        token_s = model.step_s(tokens, 0, tokens * self.rate.mean_tokens(default=0.0)) / tokens
+        token_s = model.step_s(tokens, 0, tokens * self.rate.mean_tokens()) / tokens
         return spare_share(self.rate, self.knobs.slo.slower * token_s, now_s)
 
     def _pick_among(

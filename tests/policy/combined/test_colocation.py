@@ -158,6 +158,68 @@ def test_it_judges_at_every_tick_and_rests_after_a_change() -> None:
     assert step(policy, view, 120.25)
 
 
+@pytest.mark.parametrize("rest_s", [30.0, 60.0, 120.0])
+def test_half_and_twice_the_rest_between_two_changes(rest_s: float) -> None:
+    policy, view = unite(rest_s=rest_s), eight()
+    see(policy, view, ROLES)
+    assert step(policy, view, 0.0)
+    see(policy, view, UNITED)
+    assert not step(policy, view, rest_s - 0.25)
+    assert step(policy, view, rest_s)
+
+
+@pytest.mark.parametrize(
+    ("knobs", "longest"),
+    [
+        ({"margin": 1.075}, 1634),
+        ({"margin": 1.15}, 864),
+        ({"margin": 1.3}, 472),
+        ({"memory_share": 0.45}, 697),
+        ({"memory_share": 0.9}, 864),
+    ],
+    ids=str,
+)
+def test_half_and_twice_of_what_decides_the_form(knobs: dict[str, float], longest: int) -> None:
+    """Roles pay less and less the longer answers are. In half of the cache neither form bears what the target allows;
+    in all of it no more than in nine tenths."""
+    for answer, changes in ((longest - 20, True), (longest + 20, False)):
+        policy, view = unite(**knobs), eight()
+        see(policy, view, (600, answer))
+        assert step(policy, view, 0.0) is changes
+
+
+@pytest.mark.parametrize(("memory", "answers"), [(250, 173), (500, 347), (1000, 693)])
+def test_half_of_what_is_new_is_known_after_seven_tenths_of_the_memory(memory: int, answers: int) -> None:
+    meter = TrafficMeter(memory, prior=20, refresh=25)
+    for _ in range(20_000):
+        meter.on_answer(100)
+    for _ in range(answers - 1):
+        meter.on_answer(300)
+    assert meter.output_tokens < 200
+    meter.on_answer(300)
+    assert meter.output_tokens > 200
+
+
+@pytest.mark.parametrize("prior", [10, 20, 40])
+def test_the_usual_chat_weighs_as_much_as_so_many_answers(prior: int) -> None:
+    """256 tokens; those that come have 768."""
+    meter = TrafficMeter(500, prior, refresh=25)
+    for _ in range(prior):
+        meter.on_answer(768)
+    assert meter.output_tokens == pytest.approx(512)
+
+
+@pytest.mark.parametrize(("refresh", "answers"), [(13, 19), (25, 30), (50, 80)])
+def test_a_short_answer_is_looked_up_once_in_so_many(refresh: int, answers: int) -> None:
+    """The usual chat counts for 20 of them."""
+    meter = TrafficMeter(500, prior=20, refresh=refresh)
+    for _ in range(answers - 1):
+        meter.on_answer(8)
+    assert meter.traffic().short_output_tokens == 32
+    meter.on_answer(8)
+    assert meter.traffic().short_output_tokens == 8
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     prompt=st.integers(20, 4000),
