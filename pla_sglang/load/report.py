@@ -111,7 +111,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         dp_rank, dp_size: index and number of data-parallel ranks.
         started_s: wall clock (Unix) of the start. Another value under the same name is another process.
         sequence: 1, 2, ... since the start.
-        clock_s: the sender's monotonic clock; for differences between its reports only.
+        clock_s: nobody reads it. It is sent, as 0, for receivers of before 0.1.0, which refuse a report without it.
         role: class of the instance in a spatial pool: mixed, short or long.
         draining: work of its former class is not finished yet.
         disaggregation: null, prefill or decode, as in SGLang.
@@ -143,7 +143,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     dp_size: Annotated[int, msgspec.Meta(ge=1)] = 1
     started_s: float = 0.0
     sequence: Annotated[int, msgspec.Meta(ge=1)]
-    clock_s: float
+    clock_s: float = msgspec.field(default_factory=float)  # made by a call, a default is sent as well
     version: int = VERSION
     role: str = "mixed"
     draining: bool = False

@@ -35,7 +35,7 @@ from pla_sglang.policy.interface.fleet import InstanceView
 
 
 def report(sequence: int = 1, **fields: object) -> Report:
-    return msgspec.structs.replace(Report(instance="a", sequence=sequence, clock_s=0.0, started_s=1.0), **fields)
+    return msgspec.structs.replace(Report(instance="a", sequence=sequence, started_s=1.0), **fields)
 
 
 NUMBERS = itertools.count()
@@ -80,6 +80,27 @@ def test_what_is_sent_arrives(sent: Report) -> None:
     assert decode(encode(sent)) == sent
 
 
+class FormerReport(msgspec.Struct):
+    """What a receiver needed of a report when each had the time of its sender."""
+
+    instance: str
+    sequence: int
+    clock_s: float
+    running: int = 0
+
+
+@pytest.mark.parametrize("sent", [report(), FULL], ids=["empty", "full"])
+def test_receivers_of_former_versions_read_a_report(sent: Report) -> None:
+    read = msgspec.msgpack.decode(encode(sent), type=FormerReport)
+    assert read == FormerReport("a", sent.sequence, 0.0, sent.running)
+
+
+@pytest.mark.parametrize("more", [{}, {"clock_s": 12.5}, {"clock_s": 1.0, "of_a_later_version": [1, 2]}])
+def test_reports_of_other_versions_are_read(more: dict[str, object]) -> None:
+    received = decode(msgspec.msgpack.encode({"instance": "a", "sequence": 3, "running": 2, **more}))
+    assert (received.sequence, received.running) == (3, 2)
+
+
 def test_a_report_is_small() -> None:
     assert len(encode(report())) < 64
     assert len(encode(FULL)) < 700
@@ -97,10 +118,10 @@ def test_a_rank_has_a_name_of_its_own() -> None:
         b"\xc1",
         b"hello",
         msgspec.msgpack.encode({"instance": "a"}),
-        msgspec.msgpack.encode({"instance": "a", "sequence": 0, "clock_s": 0.0}),
-        msgspec.msgpack.encode({"instance": "a", "sequence": 1, "clock_s": 0.0, "running": -1}),
-        msgspec.msgpack.encode({"instance": "a", "sequence": 1, "clock_s": 0.0, "utilisation": 1.5}),
-        msgspec.msgpack.encode({"instance": "a", "sequence": 1, "clock_s": 0.0, "version": VERSION + 1}),
+        msgspec.msgpack.encode({"instance": "a", "sequence": 0}),
+        msgspec.msgpack.encode({"instance": "a", "sequence": 1, "running": -1}),
+        msgspec.msgpack.encode({"instance": "a", "sequence": 1, "utilisation": 1.5}),
+        msgspec.msgpack.encode({"instance": "a", "sequence": 1, "version": VERSION + 1}),
         b"\0" * (LARGEST_BYTES + 1),
     ],
     ids=["empty", "reserved", "text", "missing", "sequence", "negative", "share", "version", "size"],

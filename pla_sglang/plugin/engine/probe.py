@@ -191,7 +191,6 @@ class Probe:
             disaggregation=self.identity.disaggregation,
             started_s=self._started_s,
             sequence=self.sequence,
-            clock_s=now_s,
             received=self.received,
             backlog=backlog.sum_backlog(scheduler, self._in_flight()),
             prefill_age_s=backlog.measure_oldest_s(scheduler, now_s),

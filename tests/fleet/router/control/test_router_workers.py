@@ -63,7 +63,7 @@ def test_polls_do_not_show_the_legs_of_a_stateless_instance() -> None:
     for worker in workers:
         worker.load.on_load(InstanceLoad(amounts=LoadAmounts()), 1.0)
     assert [health.needs_check(worker, 1.0) for worker in workers] == [False, True]
-    workers[1].load.on_report(telemetry.Report(instance="h:1", sequence=1, clock_s=0.0), 1.0)
+    workers[1].load.on_report(telemetry.Report(instance="h:1", sequence=1), 1.0)
     assert not health.needs_check(workers[1], 1.0)
 
 
@@ -249,12 +249,12 @@ def test_reports_that_could_be_of_two_instances_are_of_none() -> None:
     twin = dataclasses.replace(UNIFIED, identity="p2")
     table, _, workers = make(UNIFIED, dataclasses.replace(UNIFIED, report_key="other"))
     intake = ReportIntake(table)
-    report = telemetry.Report(instance="h:1", sequence=1, clock_s=0.0, running=3)
+    report = telemetry.Report(instance="h:1", sequence=1, running=3)
     assert intake.on_report(report, 1.0) is not None
     assert workers[0].view.running == 3
     third = table.add(Address("h", 3), 1.0)
     table.describe(third, twin, 1.0)
-    later = telemetry.Report(instance="h:1", sequence=1, started_s=9.0, clock_s=0.0)
+    later = telemetry.Report(instance="h:1", sequence=1, started_s=9.0)
     assert intake.on_report(later, 2.0) is None
     assert intake.unknown == 1
     assert "--pla-instance" in workers[0].detail
