@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from pla_sglang.fleet.actuators import ray_actuator
+from pla_sglang.fleet.actuators import kubernetes_lease, ray_actuator
 from pla_sglang.fleet.actuators.interface import ActuatorError
 from pla_sglang.fleet.actuators.kubernetes_client import ApiError
 from pla_sglang.fleet.actuators.kubernetes_lease import DURATION_S, KubernetesLease
@@ -55,12 +55,14 @@ async def follow(lease: KubernetesLease) -> bool:
     return held
 
 
-async def simulate_kubernetes(duration_s: int, *, away_s: float, owner_ends: bool) -> list[tuple[float, bool, bool]]:
+async def simulate_kubernetes(
+    duration_s: int, *, away_s: float, owner_ends: bool, monkeypatch: pytest.MonkeyPatch
+) -> list[tuple[float, bool, bool]]:
     """When, and who of two then holds it. The server is away for so long, or the first owner for ever."""
     now_s, server = 0.0, Leases()
-    made: dict[str, Any] = {"duration_s": duration_s, "clock": lambda: now_s}
+    monkeypatch.setattr(kubernetes_lease, "DURATION_S", duration_s)
     client: Any = server
-    first, second = (KubernetesLease(client, "n", "fleet", name, **made) for name in ("first", "second"))
+    first, second = (KubernetesLease(client, "n", "fleet", name, clock=lambda: now_s) for name in ("first", "second"))
     rows = []
     while now_s < SPAN_S:
         gone = owner_ends and now_s >= AWAY_AT_S
@@ -101,16 +103,20 @@ def describe(rows: list[tuple[float, bool, bool]]) -> tuple[bool, float | None]:
 
 
 @pytest.mark.parametrize(("times", "kept"), [(0.5, False), (1.0, True), (2.0, True)])
-async def test_a_lease_of_kubernetes_outlives_an_answer_that_fails(times: float, kept: bool) -> None:
-    rows = await simulate_kubernetes(int(times * DURATION_S), away_s=0.3 * DURATION_S, owner_ends=False)
+async def test_a_lease_of_kubernetes_outlives_an_answer_that_fails(
+    times: float, kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = await simulate_kubernetes(
+        int(times * DURATION_S), away_s=0.3 * DURATION_S, owner_ends=False, monkeypatch=monkeypatch
+    )
     assert describe(rows)[0] is kept
 
 
 @pytest.mark.parametrize("times", [0.5, 1.0, 2.0])
-async def test_a_lease_of_kubernetes_whose_owner_is_gone(times: float) -> None:
+async def test_a_lease_of_kubernetes_whose_owner_is_gone(times: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is over as long after its last change as it lasts, and is asked for each third of that."""
     duration_s = int(times * DURATION_S)
-    without_s = describe(await simulate_kubernetes(duration_s, away_s=0.0, owner_ends=True))[1]
+    without_s = describe(await simulate_kubernetes(duration_s, away_s=0.0, owner_ends=True, monkeypatch=monkeypatch))[1]
     assert without_s is not None
     assert 2 / 3 * duration_s <= without_s <= 4 / 3 * duration_s + 2 * FOLLOW_S
 
