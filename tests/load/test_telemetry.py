@@ -45,7 +45,6 @@ FULL = report(
     dp_size=2,
     role="long",
     draining=True,
-    disaggregation="prefill",
     boundary_tokens=256,
     step_model=(0.005, 0.0, 1e-8, 0.001, 2e-5, 4e-10, 1e-8),
     decode_model=(6e-3, 1e-5, 4e-8, 1e-3, 2e-5, 0.1),
@@ -67,7 +66,6 @@ FULL = report(
     token_interval_s=0.012,
     ttft_ratio=1.5,
     utilisation=0.75,
-    busy_s=12.5,
     errors={"aborted": 2},
 )
 
@@ -193,7 +191,7 @@ def test_nobody_waits_for_a_receiver_that_is_not_there(tmp_path: Path) -> None:
         for sequence in range(1, 3 * UNSENT_MOST):
             assert not pusher.send(report(sequence))
         pusher.close()
-        assert (pusher.sent, pusher.dropped) == (0, 3 * UNSENT_MOST - 1)
+        assert pusher.dropped == 3 * UNSENT_MOST - 1
         return time.monotonic() - started_s
 
     assert min(send_all_s() for _ in range(3)) < 1.0
@@ -350,7 +348,6 @@ def test_busy_share_counts_overlaps_once() -> None:
     busy.add(0.0, 4.0)
     busy.add(2.0, 6.0)
     busy.add(3.0, 5.0)
-    assert busy.busy_s == 6.0
     assert busy.share(10.0) == pytest.approx(0.6)
     assert busy.share(13.0) == pytest.approx(0.3)
     assert busy.share(16.0) == 0.0
