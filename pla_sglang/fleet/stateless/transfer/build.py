@@ -39,7 +39,6 @@ def build_ends(scheduler: Any, *, book: PeerBook, receive_caps: Caps, agree: Agr
     Args:
         book: who may be received from.
         receive_caps: what the receiving end may hold.
-        agree: what all ranks say together about each flag.
     """
     from sglang.srt.disaggregation.utils import MetadataBuffers
 
