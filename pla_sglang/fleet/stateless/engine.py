@@ -66,29 +66,32 @@ class StatelessEngine:
         self.book = PeerBook(args.host, self.bootstrap_port)
         agree = self._agree = functools.partial(calls.all_ranks_agree, scheduler)
         receive_caps = Caps.of_share(scheduler, config.receive_share)
-        ends = self._ends = build_ends(scheduler, book=self.book, receive_caps=receive_caps, agree=agree, faults=faults)
-        self.connector = ends.receiving.connector
+        sending, receiving, transfers = build_ends(
+            scheduler, book=self.book, receive_caps=receive_caps, agree=agree, faults=faults
+        )
+        self._sending, self._fingerprints = sending, transfers.fingerprints
+        self.connector = receiving.connector
         self.adapters = AdapterPlaces(scheduler)
         self.deferred = DeferredFree(agree, faults)
         self.sender = Sender(
             scheduler,
-            ends.sending,
+            sending,
             self.deferred,
             faults=faults,
             caps=Caps.of_share(scheduler, config.send_share),
         )
         self.receiver = Receiver(
             scheduler,
-            ends.receiving,
-            ends.transfers,
+            receiving,
+            transfers,
             deferred=self.deferred,
             book=self.book,
-            acknowledged=hear_senders(ends.receiving.kv_manager, channel),
+            acknowledged=hear_senders(receiving.kv_manager, channel),
             faults=faults,
         )
         self.migration = MigrationSide(
             scheduler,
-            ends.sending,
+            sending,
             self.deferred,
             faults=faults,
             agree=agree,
@@ -96,7 +99,7 @@ class StatelessEngine:
             caps=Caps.of_share(scheduler, config.hold_share),
         )
         self.holder = self.migration.holder
-        self.used_rooms = ends.sending.rooms
+        self.used_rooms = sending.rooms
         self._rooms, self._tick_s = UnclaimedRooms(), 0.0
         self._series = None if series is None else LegSeries(series)
         self.refused = self.redone = 0
@@ -301,7 +304,7 @@ class StatelessEngine:
 
     def _forget_rooms(self, now_s: float) -> None:
         claimed = {leg.req.bootstrap_room for leg in self.sender.legs.values()} | set(self.holder.holds)
-        self._rooms.sweep(self._ends.sending.kv_manager, claimed, now_s)
+        self._rooms.sweep(self._sending.kv_manager, claimed, now_s)
 
     def _attempt(self, step: Callable[[], Any], what: str, *ends: Sender | Receiver | PausedRequests) -> None:
         try:
@@ -337,7 +340,7 @@ class StatelessEngine:
             "incarnation": self.incarnation,
             "transfer_backend": self._scheduler.transfer_backend.value,
             "transfer_protocol": name_protocol(),
-            "kv_layout": self._ends.transfers.fingerprints.layout,
+            "kv_layout": self._fingerprints.layout,
             "peers": self.book.to_dict(),
             **self._count_legs(),
         }
