@@ -92,7 +92,7 @@ def log_seconds(axis: Any, low: float, high: float) -> None:
     axis.set_major_formatter(FuncFormatter(format_seconds))
     axis.set_minor_formatter(NullFormatter())
     steps = (1, 2, 5) if high / low < 300 else (1, 3)
-    marks = [step * 10.0**power for power in range(-4, 5) for step in steps]
+    marks: Sequence[float] = [step * 10.0**power for power in range(-4, 5) for step in steps]
     if sum(low <= mark <= high for mark in marks) < 2:
         marks = MaxNLocator(4, steps=[1, 2, 5, 10]).tick_values(low, high)
     axis.set_ticks([mark for mark in marks if low <= mark <= high])

@@ -1,7 +1,7 @@
 """The report of one instance, as msgpack.
 
 A report is complete: a receiver needs no earlier one, and a lost one only delays the update. ``sequence`` shows gaps,
-and sums since the start (``busy_s``, ``received``, ``errors``) let a receiver take differences across them.
+and sums since the start (``received``, ``errors``) let a receiver take differences across them.
 """
 
 from __future__ import annotations
@@ -111,10 +111,9 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         dp_rank, dp_size: index and number of data-parallel ranks.
         started_s: wall clock (Unix) of the start. Another value under the same name is another process.
         sequence: 1, 2, ... since the start.
-        clock_s: the sender's monotonic clock; for differences between its reports only.
+        clock_s: nobody reads it. It is sent, as 0, for receivers of before 0.1.0, which refuse a report without it.
         role: class of the instance in a spatial pool: mixed, short or long.
         draining: work of its former class is not finished yet.
-        disaggregation: null, prefill or decode, as in SGLang.
         boundary_tokens: new tokens at which a request without history is long; 0 without a boundary.
         step_model: coefficients of the fitted ``StepModel`` in its order, in device seconds; empty: none.
         decode_model: coefficients of the fitted ``MixedBatchModel`` in its order, in device seconds; empty: none.
@@ -132,7 +131,6 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         token_interval_s: mean time between two tokens of a request over a recent window; None without tokens.
         ttft_ratio: mean of TTFT / target over a recent window, in the engine; None without targets or first tokens.
         utilisation: busy share of a recent window.
-        busy_s: seconds with a forward pass since the start.
         errors: failed requests since the start, by kind.
         legs: of a stateless instance.
         requests: rows of running requests, in the reports of their own cadence; None: in others.
@@ -143,11 +141,10 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     dp_size: Annotated[int, msgspec.Meta(ge=1)] = 1
     started_s: float = 0.0
     sequence: Annotated[int, msgspec.Meta(ge=1)]
-    clock_s: float
+    clock_s: float = msgspec.field(default_factory=float)  # made by a call, a default is sent as well
     version: int = VERSION
     role: str = "mixed"
     draining: bool = False
-    disaggregation: str = "null"
     boundary_tokens: Count = 0
     step_model: tuple[float, ...] = ()
     decode_model: tuple[float, ...] = ()
@@ -169,7 +166,6 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     token_interval_s: Seconds | None = None
     ttft_ratio: Seconds | None = None
     utilisation: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
-    busy_s: Seconds = 0.0
     errors: dict[str, Count] = {}
     legs: LegLoad | None = None
     requests: Annotated[tuple[RequestRow, ...], msgspec.Meta(max_length=MOST_ROWS)] | None = None

@@ -20,7 +20,6 @@ class Pusher:
 
     def __init__(self, address: str) -> None:
         self.address = address
-        self.sent = 0
         self.dropped = 0
         self._socket = _make_socket(zmq.PUSH, address)
         self._socket.setsockopt(zmq.SNDHWM, UNSENT_MOST)
@@ -35,7 +34,6 @@ class Pusher:
         except zmq.Again:
             self.dropped += 1
             return False
-        self.sent += 1
         return True
 
     def close(self) -> None:

@@ -93,6 +93,9 @@ def count_request(total: LoadAmounts, request: TrackedRequest, phase: Phase, tim
         total.context_tokens += times * (new + history)
 
 
+LOST_S = 2.0  # a request that was sent so long ago counts as received
+
+
 class ReportEffect(enum.Enum):
     """How the tracker used a report."""
 
@@ -106,7 +109,6 @@ class LoadTracker:
 
     Args:
         settle_s: time after sending in which an instance may not have counted a request yet, if only time is known.
-        lost_s: a request older than this counts as received.
         clock: of its device: what the view says of times is in device seconds.
         follows_requests: whether ``start_request`` and ``end_request`` are called. Otherwise a request is dropped once
             it has been received, and the TTFT ratio is that of the report.
@@ -117,7 +119,6 @@ class LoadTracker:
         view: InstanceView,
         *,
         settle_s: float = 0.05,
-        lost_s: float = 2.0,
         follows_requests: bool = True,
         clock: DeviceClock | None = None,
     ) -> None:
@@ -126,7 +127,6 @@ class LoadTracker:
         self.reports: dict[int, Report] = {}  # the last one of each rank that sends any
         self.lost_reports = 0  # by their sequence numbers
         self._settle_s = settle_s
-        self._lost_s = lost_s
         self._follows_requests = follows_requests
         self._clock = clock or DeviceClock()
         self._sent = 0
@@ -267,7 +267,7 @@ class LoadTracker:
         age_s = now_s - request.sent_s
         if received is None or self._base is None:
             return age_s >= self._settle_s
-        return request.place <= received - self._base or age_s >= self._lost_s
+        return request.place <= received - self._base or age_s >= LOST_S
 
     def _anchor(self, received: int | None, now_s: float) -> None:
         """Updates the base when the number of received requests of this sender is certain."""

@@ -35,22 +35,19 @@ class WindowMean:
 
 
 class BusyShare:
-    """Share of the last ``window_s`` seconds that was covered by reported spans, and their sum since the start."""
+    """Share of the last ``window_s`` seconds that was covered by reported spans."""
 
     def __init__(self, window_s: float) -> None:
         self._window_s = window_s
         self._spans: deque[tuple[float, float]] = deque()  # begin and end, rising and disjoint
-        self.busy_s = 0.0
 
     def add(self, begin_s: float, end_s: float) -> None:
         """Overlap with the previous span counts once."""
         spans = self._spans
         if not spans or begin_s > spans[-1][1]:
             if end_s > begin_s:
-                self.busy_s += end_s - begin_s
                 spans.append((begin_s, end_s))
         elif end_s > spans[-1][1]:
-            self.busy_s += end_s - spans[-1][1]
             spans[-1] = (spans[-1][0], end_s)  # without a gap: one span, so that there are few
 
     def share(self, now_s: float) -> float:

@@ -67,14 +67,14 @@ def test_a_report_with_all_its_rows_stays_below_its_largest_size() -> None:
     rows = cadence(most=MOST_ROWS).take_rows(reqs, [], 0.0)
     assert rows is not None
     assert len(rows) == MOST_ROWS
-    report = Report(instance="a", sequence=1, clock_s=0.0, requests=rows)
+    report = Report(instance="a", sequence=1, requests=rows)
     data = encode(report)
     assert len(data) < LARGEST_BYTES
     assert decode(data) == report
 
 
 def test_rows_of_a_version_without_predictions_are_read_and_those_with_more_columns_too() -> None:
-    known = {"instance": "a", "sequence": 1, "clock_s": 0.0, "version": VERSION}
+    known = {"instance": "a", "sequence": 1, "version": VERSION}
     for sent, read in (
         (["a", 5, 1, False], RequestRow("a", 5, 1)),
         (["a", 5, 1, False, 40], RequestRow("a", 5, 1, False, 40)),
@@ -86,14 +86,14 @@ def test_rows_of_a_version_without_predictions_are_read_and_those_with_more_colu
 def test_a_row_of_a_routers_request_has_some_forty_bytes() -> None:
     """The figure of docs/reference/load-reports.md."""
     rows = tuple(RequestRow(f"pla-0123456789ab-{number:010x}", 2000, 900) for number in range(256))
-    plain, listed = (encode(Report(instance="a", sequence=1, clock_s=0.0, requests=kept)) for kept in (None, rows))
+    plain, listed = (encode(Report(instance="a", sequence=1, requests=kept)) for kept in (None, rows))
     assert 35 < (len(listed) - len(plain)) / len(rows) < 42
 
 
 def test_more_rows_than_allowed_are_no_report() -> None:
     rows = tuple(RequestRow("a", 1, 1) for _ in range(MOST_ROWS + 1))
     with pytest.raises(TelemetryError):
-        decode(encode(Report(instance="a", sequence=1, clock_s=0.0, requests=rows)))
+        decode(encode(Report(instance="a", sequence=1, requests=rows)))
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pla_sglang.common.legend.plan import PLAN_FIGURES
+from pla_sglang.common.legend.explanations import PLAN_FIGURES
 from pla_sglang.policy.baselines.scalers import SlaKnobs, SlaScaler, ThresholdKnobs, ThresholdPlanner
 from pla_sglang.policy.common.fleet_policy import Setup
 from pla_sglang.policy.common.forecast import LastValue

@@ -133,6 +133,15 @@ MOVE: Mapping[str, str] = {  # of requests; policies have reasons of their own
     "full": "Its instance had no room.",
     "drain": "The instance where it ran is to be empty.",
 }
+# What planners look at, as the axes of pages name it.
+PLAN_FIGURES: Mapping[str, str] = {
+    "requests_per_s": "requests/s",
+    "requests": "requests at once",
+    "input_tokens": "prompt, tokens",
+    "output_tokens": "answer, tokens",
+    "prefill_utilisation": "backlog / target",
+    "decode_utilisation": "KV in use, share",
+}
 UNKNOWN = "A reason of a policy of another package; see its documentation."
 
 

@@ -74,12 +74,12 @@ def encode_instance(instance: StartedInstance) -> dict[str, Any]:
 
 
 def decode_instance(row: Any) -> StartedInstance:
-    """Raises ValueError for what is no instance. Fields that we do not know are left out: the cluster may be newer."""
+    """Raises ActuatorError for what is no instance. Unknown fields are left out: the cluster may be newer."""
     if not isinstance(row, dict):
-        raise ValueError(f"{row!r} is no instance")
+        raise ActuatorError(f"not an answer of a cluster: {row!r} is no instance")
     values: dict[str, Any] = {field.name: row.get(field.name) for field in dataclasses.fields(StartedInstance)}
     made = StartedInstance(**values)
     texts = (made.name, made.url, made.kind, made.state)
     if not all(isinstance(text, str) for text in texts) or not (made.plan is None or type(made.plan) is int):
-        raise ValueError(f"{json.dumps(row)} is no instance")
+        raise ActuatorError(f"not an answer of a cluster: {json.dumps(row)} is no instance")
     return made

@@ -32,12 +32,11 @@ class KubernetesLease:
         name: str,
         identity: str,
         *,
-        duration_s: int = DURATION_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._client, self._name, self._identity = client, name, identity
         self._leases = Resource(GROUP, namespace, "leases")
-        self._duration_s, self._clock = duration_s, clock
+        self._clock = clock
         self._owner = self._error = ""
         self._held_until_s = self._next_s = -math.inf
         self._seen: tuple[str, float] | None = None  # the version of the lease, and since when it has been this one
@@ -75,7 +74,7 @@ class KubernetesLease:
             self._task = None
 
     async def _renew(self) -> None:
-        self._next_s = self._clock() + self._duration_s / 3
+        self._next_s = self._clock() + DURATION_S / 3
         try:
             await self._ask()
         except ApiError as error:
@@ -98,7 +97,7 @@ class KubernetesLease:
             self._next_s = -math.inf
             return
         self._note(mine, began_s)
-        self._held_until_s = began_s + self._duration_s
+        self._held_until_s = began_s + DURATION_S
 
     async def _read(self) -> dict[str, Any] | None:
         try:
@@ -110,7 +109,7 @@ class KubernetesLease:
 
     def _is_free(self, lease: dict[str, Any], now_s: float) -> bool:
         since_s = self._note(lease, now_s)
-        lasts_s = (lease.get("spec") or {}).get("leaseDurationSeconds") or self._duration_s
+        lasts_s = (lease.get("spec") or {}).get("leaseDurationSeconds") or DURATION_S
         return self._owner in ("", self._identity) or now_s >= since_s + lasts_s
 
     def _note(self, lease: dict[str, Any], now_s: float) -> float:
@@ -123,7 +122,7 @@ class KubernetesLease:
 
     async def _take(self, lease: dict[str, Any] | None) -> dict[str, Any]:
         now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
-        spec: dict[str, Any] = {"holderIdentity": self._identity, "leaseDurationSeconds": self._duration_s}
+        spec: dict[str, Any] = {"holderIdentity": self._identity, "leaseDurationSeconds": DURATION_S}
         spec["renewTime"] = now
         if lease is None:
             body = {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease", "metadata": {"name": self._name}}

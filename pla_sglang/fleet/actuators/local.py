@@ -29,7 +29,7 @@ class LocalActuator:
         self.lease = FileLease(lease_path(state_file))
 
     async def start_instance(self, kind: str, plan: int) -> StartedInstance:
-        return _read_one(await self._ask("start", kind, str(plan)))
+        return decode_instance(await self._ask("start", kind, str(plan)))
 
     async def stop_instance(self, name: str) -> None:
         await self._ask("remove", name)
@@ -38,7 +38,7 @@ class LocalActuator:
         rows = await self._ask("list")
         if not isinstance(rows, list):
             raise ActuatorError(f"list: not an answer of a cluster: {rows!r}")
-        return [_read_one(row) for row in rows]
+        return [decode_instance(row) for row in rows]
 
     async def close(self) -> None:
         self.lease.release()
@@ -49,10 +49,3 @@ class LocalActuator:
             return json.loads(answer)
         except ValueError:
             raise ActuatorError(f"{' '.join(words)}: not an answer of a cluster: {answer!r}") from None
-
-
-def _read_one(row: Any) -> StartedInstance:
-    try:
-        return decode_instance(row)
-    except ValueError as error:
-        raise ActuatorError(f"not an answer of a cluster: {error}") from None

@@ -73,13 +73,13 @@ class RayActuator:
 
     async def start_instance(self, kind: str, plan: int | None) -> StartedInstance:
         """See ``Actuator``. Returns once a node has taken it: there is no address before."""
-        return _read_one(await self._ask("start_instance", kind, plan, timeout_s=PLACED_S + ANSWER_TIMEOUT_S))
+        return decode_instance(await self._ask("start_instance", kind, plan, timeout_s=PLACED_S + ANSWER_TIMEOUT_S))
 
     async def stop_instance(self, name: str) -> None:
         await self._ask("stop_instance", name)
 
     async def list_instances(self) -> list[StartedInstance]:
-        return [_read_one(row) for row in await self.list_rows()]
+        return [decode_instance(row) for row in await self.list_rows()]
 
     async def list_rows(self) -> list[dict[str, Any]]:
         """Instances with all that the fleet knows of them. Keeps the lease. Raises ActuatorError."""
@@ -188,10 +188,3 @@ class Helper:
             waiting.set_result(answer)
         else:
             waiting.set_exception(ActuatorError(error))
-
-
-def _read_one(row: Any) -> StartedInstance:
-    try:
-        return decode_instance(row)
-    except ValueError as error:
-        raise ActuatorError(f"not an answer of a fleet: {error}") from None

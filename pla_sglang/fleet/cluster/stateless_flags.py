@@ -11,43 +11,10 @@ from typing import Any
 
 from pla_sglang.common.cli import Parser, load_yaml
 from pla_sglang.fleet.cluster.spec import TRANSFER_BACKEND, TRANSFER_FLAG
-from pla_sglang.fleet.stateless.checks import VARIABLES, check_stateless
+from pla_sglang.fleet.stateless.checks import LIMITS, VARIABLES, check_stateless
 from pla_sglang.plugin import config as pla_config
 from pla_sglang.plugin.config import PlaConfig
 from pla_sglang.plugin.start_checks import FILE_FLAG, known_flags
-
-# SGLang's flags of the arguments that the engine's check reads, whichever version has them; the first of each has the
-# argument's name.
-NUMBERS = (
-    ("--pp-size", "--pipeline-parallel-size"),
-    ("--dp-size", "--data-parallel-size"),
-    ("--dcp-size", "--decode-context-parallel-size"),
-    ("--nnodes",),
-    ("--tokenizer-worker-num",),
-    ("--optimistic-prefill-attempts",),
-    ("--attn-dp-size",),
-    ("--prefill-decode-interval",),
-)
-SHARES = (("--disaggregation-decode-host-receive-threshold",),)
-TEXTS = (
-    ("--disaggregation-mode",),
-    (TRANSFER_FLAG,),
-    ("--speculative-algorithm",),
-    ("--dllm-algorithm",),
-    ("--disaggregation-decode-allocation-policy",),
-)
-SWITCHES = (
-    "--enable-dp-attention",
-    "--enable-prefill-context-parallel",
-    "--enable-prefill-cp",
-    "--enable-hierarchical-cache",
-    "--enable-hisparse",
-    "--enable-unified-memory",
-    "--enable-pdmux",
-    "--is-embedding",
-    "--language-only",
-    "--disaggregation-decode-enable-offload-kvcache",
-)
 
 
 def check_stateless_arguments(arguments: Sequence[str]) -> None:
@@ -68,11 +35,11 @@ def make_parser() -> Parser:
     """A parser of these flags alone; the others are left to the engine."""
     parser = Parser(add_help=False, allow_abbrev=False)
     parser.add_argument(FILE_FLAG, dest="config_file")
-    for kind, flags in ((int, NUMBERS), (float, SHARES), (str, TEXTS)):
-        for names in flags:
-            parser.add_argument(*names, type=kind)
-    for name in SWITCHES:
-        parser.add_argument(name, action="store_true")
+    for limit in LIMITS:
+        if limit.allowed is None:
+            parser.add_argument(*limit.flags, dest=limit.argument, action="store_true")
+        else:
+            parser.add_argument(*limit.flags, dest=limit.argument, type=type(limit.default))
     return parser
 
 
@@ -88,9 +55,10 @@ def _expand_flag(argument: str) -> str:
 
 def _arguments_of(values: dict[str, Any]) -> Iterator[str]:
     """The keys of SGLang's ``--config`` file as arguments, as SGLang reads them; they stand before the others."""
+    switches = {flag for limit in LIMITS if limit.allowed is None for flag in limit.flags}
     for key, text in values.items():
         flag = f"--{key}".replace("_", "-")
-        if flag in SWITCHES:
+        if flag in switches:
             if text == "true":
                 yield flag
         elif isinstance(text, str):

@@ -96,7 +96,7 @@ class Supervisor:
         self.router = self._make_router()
         self.ready = asyncio.Event()
         self._sink = sink
-        self._tls = config.tls.client_context()
+        self._http: aiohttp.ClientSession | None = None  # for questions to members
         self._errors = LastErrors()
         self._environment = ENVIRONMENT | environment
         self._state_file = state_file
@@ -141,6 +141,9 @@ class Supervisor:
         """
         self._started_s = time.monotonic()
         loop = asyncio.get_running_loop()
+        tls = self.config.tls.client_context()
+        connector = None if tls is None else aiohttp.TCPConnector(ssl=tls)
+        self._http = aiohttp.ClientSession(connector=connector, trust_env=False)
         self._children = children = Children(self._environment)
         self._readers.append(LineReader("zygote", os.dup(children.output), self._sink))
         loop.add_reader(children.fileno(), self._on_event)
@@ -155,6 +158,7 @@ class Supervisor:
                 control.close()
             for task in (*self._starts.values(), *self._removals.values()):
                 task.cancel()
+            await self._http.close()
             await self._end_members(children)
             self._ended.set()
             await self._answer_stops()
@@ -171,14 +175,13 @@ class Supervisor:
     async def _start_members(self) -> None:
         self._write_state()
         self._log_line(f"importing SGLang once, for {len(self.engines)} engine(s)")
-        async with self._open_client() as http:
-            await self._wait_for(lambda: self._forked, "the fork server")
-            for engine in self.engines:
-                self._launch_member(engine)
-            await asyncio.gather(*(self._wait_ready(engine, http) for engine in self.engines))
-            if self.router is not None:
-                self._launch_member(self.router)
-                await self._wait_ready(self.router, http)
+        await self._wait_for(lambda: self._forked, "the fork server")
+        for engine in self.engines:
+            self._launch_member(engine)
+        await asyncio.gather(*map(self._wait_ready, self.engines))
+        if self.router is not None:
+            self._launch_member(self.router)
+            await self._wait_ready(self.router)
         pss_bytes = tree_pss_bytes(os.getpid())
         self._log_line(
             f"all {len(self.members)} ready after {self._elapsed_s():.1f} s, memory (PSS) {pss_bytes / 2**30:.2f} GiB"
@@ -201,11 +204,6 @@ class Supervisor:
         if any(engine.spec is not None and serves_chain(engine.spec.argv) for engine in self.engines):
             self._log_line(CHAIN_ANSWERS)
 
-    def _open_client(self) -> aiohttp.ClientSession:
-        """For questions to members."""
-        connector = None if self._tls is None else aiohttp.TCPConnector(ssl=self._tls)
-        return aiohttp.ClientSession(connector=connector, trust_env=False)
-
     async def _wait_for(self, done: Callable[[], bool], what: str) -> None:
         while not done():
             self._changed.clear()
@@ -214,8 +212,9 @@ class Supervisor:
                 async with asyncio.timeout(HEALTH_INTERVAL_S):
                     await self._changed.wait()
 
-    async def _wait_ready(self, member: Instance, http: aiohttp.ClientSession) -> None:
-        while not await is_healthy(member.url, http):
+    async def _wait_ready(self, member: Instance) -> None:
+        assert self._http is not None
+        while not await is_healthy(member.url, self._http):
             self._check_start(member.name)
             if member.state is State.DEAD:
                 raise ClusterError(self._describe_end(member, " while starting"))
@@ -326,8 +325,7 @@ class Supervisor:
                 member.spec = at_new_bootstrap_port(member.spec, self.config, self._free_port())
             member.move_to(State.STARTING)
             self._launch_member(member)
-        async with self._open_client() as http:
-            await self._wait_ready(member, http)
+        await self._wait_ready(member)
 
     def _order_end(self, member: Instance, drain_s: float) -> float:
         """A stateless one that is ready has ``drain_s`` to finish what it does; 0: as any other, no time.
@@ -399,8 +397,7 @@ class Supervisor:
 
     async def _await_added(self, member: Instance) -> None:
         with contextlib.suppress(ClusterError):  # its end is in the log
-            async with self._open_client() as http:
-                await self._wait_ready(member, http)
+            await self._wait_ready(member)
         self._starts.pop(member.name, None)
 
     def remove_member(self, name: str) -> Instance | None:

@@ -3,13 +3,90 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import socket
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from pla_sglang.common.checks import Choice, Range
 from pla_sglang.common.errors import ConfigError
 from pla_sglang.plugin.config import PlaConfig, read_variables
-from pla_sglang.plugin.engine.host.arguments import find_split_attention, resolve
+from pla_sglang.plugin.engine.host.arguments import resolve
+
+
+@dataclasses.dataclass(frozen=True)
+class Limit:
+    """What an argument of SGLang may be, and why nothing else.
+
+    Attributes:
+        flags: of the argument, in whichever version has it; the first is shown, the shortest has the argument's name.
+        default: SGLang's.
+        allowed: None: a switch, which is to be off.
+    """
+
+    flags: tuple[str, ...]
+    why: str
+    default: Any = False
+    allowed: Choice | Range | None = None
+
+    @property
+    def argument(self) -> str:
+        return min(self.flags, key=len).removeprefix("--").replace("-", "_")
+
+    def find_refusal(self, args: Any) -> str | None:
+        """None: ``args`` keep to it."""
+        value = getattr(args, self.argument, None)
+        if self.allowed is None:
+            return f"{self.flags[0]} ({self.why})" if value else None
+        value = self.default if value is None else value
+        return None if self.allowed.allows(value) else f"{self.flags[0]} {value} ({self.why})"
+
+
+NO_NAME, ONE, ZERO = Choice(("",)), Range(high=1), Range(high=0)
+SPLIT = "ranks would receive different requests"
+LIMITS = (
+    # How ranks, roles and transfers are laid out.
+    Limit(("--disaggregation-mode",), "a stateless instance has both phases", "null", Choice(("null",))),
+    Limit(
+        ("--disaggregation-transfer-backend",),
+        "give nixl; other backends are not tested",
+        "mooncake",
+        Choice(("nixl",)),
+    ),
+    Limit(("--pipeline-parallel-size", "--pp-size"), "not tested", 1, ONE),
+    Limit(("--dp-size", "--data-parallel-size"), "each rank would need peers of its own", 1, ONE),
+    Limit(("--dcp-size", "--decode-context-parallel-size"), "not tested", 1, ONE),
+    Limit(("--nnodes",), "not tested", 1, ONE),
+    Limit(("--enable-dp-attention",), SPLIT),
+    Limit(("--attn-dp-size",), SPLIT, 1, ONE),
+    Limit(("--enable-prefill-context-parallel",), "not tested"),
+    Limit(("--enable-prefill-cp",), "not tested"),
+    Limit(("--tokenizer-worker-num",), "each would know other peers", 1, ONE),
+    # What holds KV or runs passes in another way.
+    Limit(("--speculative-algorithm",), "a draft's state does not travel", "", NO_NAME),
+    Limit(("--enable-hierarchical-cache",), "received KV would be written through to the host"),
+    Limit(("--enable-hisparse",), "it hands prefills to decode in its own way"),
+    Limit(("--enable-unified-memory",), "it moves pages under a transfer"),
+    Limit(("--enable-pdmux",), "it has a prefill loop of its own"),
+    Limit(("--dllm-algorithm",), "diffusion models have no decode to hand over to", "", NO_NAME),
+    Limit(("--is-embedding",), "there is no decode"),
+    Limit(("--language-only",), "its encoder sends embeddings in its own way"),
+    Limit(("--optimistic-prefill-attempts",), "a prefill part waits for its decode part", 0, ZERO),
+    Limit(("--disaggregation-decode-enable-offload-kvcache",), "a decode instance's"),
+    Limit(
+        ("--disaggregation-decode-allocation-policy",),
+        "a leg says where its KV goes before the prefill, and both ends count on that",
+        "early",
+        Choice(("early",)),
+    ),
+    Limit(
+        ("--disaggregation-decode-host-receive-threshold",),
+        "received KV would not be on the device",
+        1.0,
+        Range(low=1),
+    ),
+    Limit(("--prefill-decode-interval",), "it skips passes in which legs are prefilled", 0, ZERO),
+)
 
 # What SGLang reads of the environment and does not work here, and why.
 VARIABLES = {
@@ -38,7 +115,7 @@ def check_stateless(args: Any, config: PlaConfig, environment: Mapping[str, str]
     """Raises ConfigError with every contradiction. ``args``: SGLang's resolved arguments."""
     if not config.stateless:
         return
-    reasons = [reason for broken, reason in (*_role_rules(args), *_feature_rules(args)) if broken]
+    reasons = [refusal for limit in LIMITS if (refusal := limit.find_refusal(args)) is not None]
     reasons += [f"{name} ({why})" for name, why in VARIABLES.items() if environment.get(name, "").lower() not in OFF]
     if reasons:
         raise ConfigError("--pla-stateless cannot be combined with: " + "; ".join(reasons))
@@ -56,76 +133,6 @@ def check_port(args: Any, config: PlaConfig) -> None:
         raise ConfigError(
             f"--disaggregation-bootstrap-port {port} cannot be used on {host}: {error.strerror}"
         ) from None
-
-
-def _of(args: Any, name: str, default: Any = None) -> Any:
-    value = getattr(args, name, None)
-    return default if value is None else value
-
-
-def _role_rules(args: Any) -> list[tuple[bool, str]]:
-    """How ranks, roles and transfers are laid out."""
-    mode = _of(args, "disaggregation_mode", "null")
-    backend = _of(args, "disaggregation_transfer_backend", "mooncake")
-    split = find_split_attention(args)
-    return [
-        (mode != "null", f"--disaggregation-mode {mode} (a stateless instance has both phases)"),
-        (
-            backend != "nixl",
-            f"--disaggregation-transfer-backend {backend} (give nixl; other backends are not tested)",
-        ),
-        (_of(args, "pp_size", 1) > 1, f"--pipeline-parallel-size {_of(args, 'pp_size', 1)} (not tested)"),
-        (_of(args, "dp_size", 1) > 1, f"--dp-size {_of(args, 'dp_size', 1)} (each rank would need peers of its own)"),
-        (_of(args, "dcp_size", 1) > 1, f"--dcp-size {_of(args, 'dcp_size', 1)} (not tested)"),
-        (_of(args, "nnodes", 1) > 1, f"--nnodes {_of(args, 'nnodes', 1)} (not tested)"),
-        (split is not None, f"{split} (ranks would receive different requests)"),
-        (
-            bool(_of(args, "enable_prefill_context_parallel")),
-            "--enable-prefill-context-parallel (not tested)",
-        ),
-        (bool(_of(args, "enable_prefill_cp")), "--enable-prefill-cp (not tested)"),
-        (
-            _of(args, "tokenizer_worker_num", 1) > 1,
-            f"--tokenizer-worker-num {_of(args, 'tokenizer_worker_num', 1)} (each would know other peers)",
-        ),
-    ]
-
-
-def _feature_rules(args: Any) -> list[tuple[bool, str]]:
-    """What holds KV or runs passes in another way."""
-    speculative = _of(args, "speculative_algorithm")
-    interval = _of(args, "prefill_decode_interval", 0)
-    return [
-        (bool(speculative), f"--speculative-algorithm {speculative} (a draft's state does not travel)"),
-        (
-            bool(_of(args, "enable_hierarchical_cache")),
-            "--enable-hierarchical-cache (received KV would be written through to the host)",
-        ),
-        (bool(_of(args, "enable_hisparse")), "--enable-hisparse (it hands prefills to decode in its own way)"),
-        (bool(_of(args, "enable_unified_memory")), "--enable-unified-memory (it moves pages under a transfer)"),
-        (bool(_of(args, "enable_pdmux")), "--enable-pdmux (it has a prefill loop of its own)"),
-        (bool(_of(args, "dllm_algorithm")), "--dllm-algorithm (diffusion models have no decode to hand over to)"),
-        (bool(_of(args, "is_embedding")), "--is-embedding (there is no decode)"),
-        (bool(_of(args, "language_only")), "--language-only (its encoder sends embeddings in its own way)"),
-        (
-            _of(args, "optimistic_prefill_attempts", 0) > 0,
-            "--optimistic-prefill-attempts above 0 (a prefill part waits for its decode part)",
-        ),
-        (
-            bool(_of(args, "disaggregation_decode_enable_offload_kvcache")),
-            "--disaggregation-decode-enable-offload-kvcache (a decode instance's)",
-        ),
-        (
-            _of(args, "disaggregation_decode_allocation_policy", "early") != "early",
-            "--disaggregation-decode-allocation-policy prefill_complete (a leg says where its KV goes before the "
-            "prefill, and both ends count on that)",
-        ),
-        (
-            _of(args, "disaggregation_decode_host_receive_threshold", 1) < 1,
-            "--disaggregation-decode-host-receive-threshold below 1 (received KV would not be on the device)",
-        ),
-        (interval > 0, f"--prefill-decode-interval {interval} (it skips passes in which legs are prefilled)"),
-    ]
 
 
 def check_model(tree_cache: Any) -> None:

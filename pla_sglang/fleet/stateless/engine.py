@@ -6,7 +6,6 @@ import functools
 import logging
 import secrets
 import time
-from collections import Counter
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
@@ -66,38 +65,41 @@ class StatelessEngine:
         self.bootstrap_port = args.disaggregation_bootstrap_port
         self.book = PeerBook(args.host, self.bootstrap_port)
         agree = self._agree = functools.partial(calls.all_ranks_agree, scheduler)
-        receive_caps = _find_caps(scheduler, config.receive_share)
-        ends = self._ends = build_ends(scheduler, book=self.book, receive_caps=receive_caps, agree=agree, faults=faults)
-        self.connector = ends.receiving.connector
+        receive_caps = Caps.of_share(scheduler, config.receive_share)
+        sending, receiving, transfers = build_ends(
+            scheduler, book=self.book, receive_caps=receive_caps, agree=agree, faults=faults
+        )
+        self._sending, self._fingerprints = sending, transfers.fingerprints
+        self.connector = receiving.connector
         self.adapters = AdapterPlaces(scheduler)
         self.deferred = DeferredFree(agree, faults)
         self.sender = Sender(
             scheduler,
-            ends.sending,
+            sending,
             self.deferred,
             faults=faults,
-            caps=_find_caps(scheduler, config.send_share),
+            caps=Caps.of_share(scheduler, config.send_share),
         )
         self.receiver = Receiver(
             scheduler,
-            ends.receiving,
-            ends.transfers,
+            receiving,
+            transfers,
             deferred=self.deferred,
             book=self.book,
-            acknowledged=hear_senders(ends.receiving.kv_manager, channel),
+            acknowledged=hear_senders(receiving.kv_manager, channel),
             faults=faults,
         )
         self.migration = MigrationSide(
             scheduler,
-            ends.sending,
+            sending,
             self.deferred,
             faults=faults,
             agree=agree,
             list_waiting=self._list_waiting,
-            share=config.hold_share,
+            caps=Caps.of_share(scheduler, config.hold_share),
         )
         self.holder = self.migration.holder
-        self.used_rooms = ends.sending.rooms
+        self.used_rooms = sending.rooms
         self._rooms, self._tick_s = UnclaimedRooms(), 0.0
         self._series = None if series is None else LegSeries(series)
         self.refused = self.redone = 0
@@ -122,9 +124,7 @@ class StatelessEngine:
     def takes(self, req: Any) -> bool:
         """Tells whether ``req`` was taken over as a leg (or refused); else the host queues it."""
         if kind_of(req) is not None:
-            return (
-                False  # it comes back: retracted, or from a grammar's queue. A decode part has become a whole request
-            )
+            return False  # it comes back: retracted (a decode part is a whole request by then), or its grammar is ready
         taken, sound, wanted = True, True, True
         try:
             taken = self._route(req)
@@ -218,9 +218,12 @@ class StatelessEngine:
 
     def abort(self, matches: Callable[[str], bool]) -> None:
         """After the host has aborted what it knows of."""
+        self._abort_legs(matches)
+        self._attempt(lambda: self.holder.abort(matches), "an abort of paused requests", self.holder)
+
+    def _abort_legs(self, matches: Callable[[str], bool]) -> None:
         self._attempt(lambda: self.sender.abort(matches), "an abort at the sending end", self.sender)
         self._attempt(lambda: self.receiver.abort(matches), "an abort at the receiving end", self.receiver)
-        self._attempt(lambda: self.holder.abort(matches), "an abort of paused requests", self.holder)
 
     def end_all_legs(self) -> None:
         """Before the host takes its batches apart: it must not free what a transfer may still read.
@@ -229,8 +232,7 @@ class StatelessEngine:
         """
         scheduler = self._scheduler
         self._attempt(self._return_held, "returning paused requests", self.holder)
-        self._attempt(lambda: self.sender.abort(lambda rid: True), "an abort at the sending end", self.sender)
-        self._attempt(lambda: self.receiver.abort(lambda rid: True), "an abort at the receiving end", self.receiver)
+        self._abort_legs(lambda rid: True)
         leave = functools.partial(self.sender.before_pass, scheduler.running_batch, scheduler.last_batch)
         self._attempt(leave, "leaving the host's batches", self.sender)
 
@@ -241,11 +243,8 @@ class StatelessEngine:
 
     def _list_waiting(self) -> list[Any]:
         """Requests that are here and do not run."""
-        scheduler, ends = self._scheduler, self._ends
-        entries = (*ends.receiving.queue, *ends.transfers.queue)
-        queued = [*scheduler.waiting_queue, *scheduler.grammar_manager.grammar_queue]
-        legs = [leg.req for leg in self.sender.legs.values()]
-        return [*queued, *legs, *self.receiver.ready, *(entry.req for entry in entries)]
+        queued = [*self._scheduler.waiting_queue, *self._scheduler.grammar_manager.grammar_queue]
+        return [*queued, *(leg.req for leg in self.sender.legs.values()), *self.receiver.list_here()]
 
     # -- passes ------------------------------------------------------------------------------------------------------
 
@@ -305,7 +304,7 @@ class StatelessEngine:
 
     def _forget_rooms(self, now_s: float) -> None:
         claimed = {leg.req.bootstrap_room for leg in self.sender.legs.values()} | set(self.holder.holds)
-        self._rooms.sweep(self._ends.sending.kv_manager, claimed, now_s)
+        self._rooms.sweep(self._sending.kv_manager, claimed, now_s)
 
     def _attempt(self, step: Callable[[], Any], what: str, *ends: Sender | Receiver | PausedRequests) -> None:
         try:
@@ -327,9 +326,7 @@ class StatelessEngine:
     @property
     def busy(self) -> bool:
         """Tells whether anything is here that the host does not count."""
-        ends = self._ends
-        legs = self.sender.legs or ends.receiving.queue or ends.transfers.queue or self.receiver.ready
-        return bool(legs or self.deferred or self.holder.holds)
+        return bool(self.sender.legs or self.receiver.list_here() or self.deferred or self.holder.holds)
 
     def reserve_growth(self, adder: Any) -> None:
         """Take the growth of requests that will soon decode off what a prefill pass may admit."""
@@ -343,47 +340,24 @@ class StatelessEngine:
             "incarnation": self.incarnation,
             "transfer_backend": self._scheduler.transfer_backend.value,
             "transfer_protocol": name_protocol(),
-            "kv_layout": self._ends.transfers.fingerprints.layout,
+            "kv_layout": self._fingerprints.layout,
             "peers": self.book.to_dict(),
             **self._count_legs(),
         }
 
     def _count_legs(self) -> dict[str, Any]:
         """The part of the state that changes with each leg."""
-        ends, dead = self._ends, self._channel.find_dead()
+        dead = self._channel.find_dead()
         return {
             "ready": not dead,  # to hand over KV, either way
             "reason": f"the thread that reads {dead} has ended; start this instance again" if dead else "",
             "dropped": self._channel.count_dropped(),
-            "sending": {
-                "legs": dict(Counter(leg.state.value for leg in self.sender.legs.values())),
-                "kv_tokens": self.sender.held_tokens,
-                "sent": self.sender.sent,
-                "failed": self.sender.failed,
-            },
-            "receiving": {
-                "legs": {
-                    "connecting": len(ends.receiving.queue),
-                    "transferring": len(ends.transfers.queue),
-                    "ready": len(self.receiver.ready),
-                },
-                "kv_tokens": self.receiver.count_held_tokens(),
-                "received": self.receiver.received,
-                "reserved": dict(ends.receiving.reservations.reasons),
-                "failed": self.receiver.failed,
-            },
-            "quarantine": {
-                "requests": len(self.deferred),
-                "kv_tokens": self.deferred.tokens,
-                "timeouts": self.deferred.timeouts,
-            },
+            "sending": self.sender.state(),
+            "receiving": self.receiver.state(),
+            "quarantine": self.deferred.state(),
             "hops": True,  # requests can go on here; the router asks for that
             "held": {"redone": self.redone, "pulled": self.receiver.pulled, **self.holder.state()},
             "unclaimed_rooms": len(self._rooms),
             "refused": self.refused,
             "faults": self.faults.count,
         }
-
-
-def _find_caps(scheduler: Any, share: float) -> Caps:
-    return Caps(int(share * scheduler.max_total_num_tokens), max(1, int(share * scheduler.req_to_token_pool.size)))

@@ -18,11 +18,11 @@ from pla_sglang.fleet.stateless.host.calls import (
     register_receiver,
 )
 from pla_sglang.fleet.stateless.host.rendezvous import keep_to_host
-from pla_sglang.fleet.stateless.host.side_channel import SideChannel
+from pla_sglang.fleet.stateless.host.side_channel import PULL, SideChannel
 from pla_sglang.fleet.stateless.requests.messages import PlaCommands, PlaPeers, register_messages
 from pla_sglang.fleet.stateless.transfer.fence import ReceiverInbox, acknowledge_abort
 from pla_sglang.fleet.stateless.transfer.peers import agree_on_states
-from pla_sglang.fleet.stateless.transfer.rooms import aborts_of_another, is_pull, refuses_receiver
+from pla_sglang.fleet.stateless.transfer.rooms import aborts_of_another, refuses_receiver
 from pla_sglang.plugin import config as pla_config
 from pla_sglang.plugin.engine import piggybacked
 from pla_sglang.plugin.engine.fleet_part import join
@@ -158,7 +158,7 @@ def around_handle_abort(original: Any, manager: Any, message: list[bytes]) -> bo
     if original(manager, message):
         _acknowledge_abort(manager, message, has_host=True)
         return True
-    if not is_pull(message):
+    if message[:1] != [PULL]:  # the host has no such message
         return False
     _take_pull(message)
     return True

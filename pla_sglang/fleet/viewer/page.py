@@ -15,9 +15,8 @@ from importlib import resources
 from typing import Any
 
 from pla_sglang.common.legend.colours import CLASS_COLOURS, PLAN_COLOURS, ROLE_COLOURS, STATE_COLOURS
-from pla_sglang.common.legend.explanations import FLEET, MOVE, UNKNOWN, WORKER, WORKER_PREFIX
+from pla_sglang.common.legend.explanations import FLEET, MOVE, PLAN_FIGURES, UNKNOWN, WORKER, WORKER_PREFIX
 from pla_sglang.common.legend.pages import encode_json, read_base_style
-from pla_sglang.common.legend.plan import PLAN_FIGURES
 
 CONTENT_TYPE = "text/html; charset=utf-8"
 

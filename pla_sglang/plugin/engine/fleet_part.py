@@ -1,6 +1,6 @@
 """Where the engine side of a fleet joins a scheduler. The plugin works without it, and imports nothing of it.
 
-A stateless instance (``engine/stateless``) keeps requests beside the host's queue and running batch: some wait for KV,
+A stateless instance (``fleet/stateless``) keeps requests beside the host's queue and running batch: some wait for KV,
 some are paused. It makes itself known with one call of ``join``; its hooks are in the seam table like all others.
 """
 

@@ -16,48 +16,38 @@ from pla_sglang.plugin.engine.pools import query
 
 def add_routes() -> None:
     """Add them to the app of this process."""
+
+    async def config_route(request: Any) -> Any:
+        return await answer_change(request, lambda body: (body, None))
+
+    async def role_route(request: Any) -> Any:
+        ranks = resolve(_manager().server_args).dp_size
+        return await answer_change(request, lambda body: control.role_change(body, ranks))
+
+    add_route("POST", "/pla/config", config_route)
+    add_route("GET", "/pla/role", roles_route)
+    add_route("POST", "/pla/role", role_route)
+    add_state_route()
+
+
+def add_route(method: str, path: str, route: Callable[..., Any]) -> None:
+    """Protected as SGLang's control endpoints are. ``route`` takes nothing, or the HTTP request as ``request``."""
     from fastapi import Request
     from sglang.srt.entrypoints import http_server
     from sglang.srt.utils.auth import AuthLevel, auth_level
 
-    async def config_route(request: Request) -> Any:
-        return await answer_change(request, lambda body: (body, None))
-
-    async def role_route(request: Request) -> Any:
-        ranks = resolve(_manager().server_args).dp_size
-        return await answer_change(request, lambda body: control.role_change(body, ranks))
-
-    # Endpoints are functions of this scope, so their annotations must be real objects for FastAPI.
-    for route in (config_route, role_route):
-        route.__annotations__["request"] = Request
-    routes: tuple[tuple[str, str, Callable[..., Any]], ...] = (
-        ("/pla/state", "GET", state_route),
-        ("/pla/config", "POST", config_route),
-        ("/pla/role", "GET", roles_route),
-        ("/pla/role", "POST", role_route),
-    )
-    for path, method, route in routes:
-        route.__annotations__.pop("return", None)
-        http_server.app.add_api_route(path, auth_level(AuthLevel.ADMIN_OPTIONAL)(route), methods=[method])
-    _add_for_all()
+    known: dict[str, Any] = {"request": Request}  # FastAPI wants objects for annotations, where ours are texts
+    route.__annotations__ = {name: known[name] for name in route.__annotations__ if name in known}
+    http_server.app.add_api_route(path, auth_level(AuthLevel.ADMIN_OPTIONAL)(route), methods=[method])
 
 
 def add_state_route() -> None:
     """``/pla/state`` and ``/pla/ending``, where our scheduling is off and other parts of ours have something to say."""
     from sglang.srt.entrypoints import http_server
-    from sglang.srt.utils.auth import AuthLevel, auth_level
-
-    state_route.__annotations__.pop("return", None)
-    guarded = auth_level(AuthLevel.ADMIN_OPTIONAL)(state_route)
-    http_server.app.add_api_route("/pla/state", guarded, methods=["GET"])
-    _add_for_all()
-
-
-def _add_for_all() -> None:
-    """What stands beside the routes above, in either case."""
-    from sglang.srt.entrypoints import http_server
 
     from pla_sglang.plugin.engine.pages import PageGuard
+
+    add_route("GET", "/pla/state", state_route)
 
     # Added last, it comes before SGLang's CORS, which lets pages of every address send anything to every route.
     http_server.app.add_middleware(PageGuard, read_args=lambda: _manager().server_args)

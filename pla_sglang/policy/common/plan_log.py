@@ -25,7 +25,7 @@ class Forecast(NamedTuple):
     by: str | None = None
 
 
-Look = Mapping[str, Forecast]  # figure, as in ``common/legend/plan.py``, -> its values
+Look = Mapping[str, Forecast]  # figure, as in ``common/legend/explanations.py``, -> its values
 
 
 @runtime_checkable

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from pla_sglang.common.legend.colours import PLAN_COLOURS, TARGET_COLOUR
-from pla_sglang.common.legend.plan import PLAN_FIGURES
+from pla_sglang.common.legend.explanations import PLAN_FIGURES
 from pla_sglang.policy.common.plan_log import FleetCount, PlanLog
 from pla_sglang.sim.report.figures import MOST_POINTS, cut_digits
 from pla_sglang.sim.report.page import Figure

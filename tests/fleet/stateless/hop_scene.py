@@ -16,6 +16,7 @@ from pla_sglang.fleet.stateless.requests import migration
 from pla_sglang.fleet.stateless.requests.commands import Command
 from pla_sglang.fleet.stateless.requests.migration import MigrationSide
 from pla_sglang.fleet.stateless.transfer.deferred_free import DeferredFree
+from pla_sglang.fleet.stateless.transfer.legs import Caps
 from pla_sglang.plugin.engine.faults import Faults
 
 FIRST_TOKEN = 100
@@ -105,7 +106,7 @@ class HopScene:
             faults=self.faults,
             agree=lambda flags: flags,
             list_waiting=lambda: self.waiting,
-            share=share,
+            caps=Caps.of_share(self.scheduler, share),
         )
         self._tickets = 0
         self._fake_host(monkeypatch)

@@ -17,7 +17,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from pla_patches import host
 from pla_sglang.fleet.stateless.host import detokenize
-from pla_sglang.fleet.stateless.host.detokenize import PROMPT_TAIL, Detokenizer, PieceEnds
+from pla_sglang.fleet.stateless.host.detokenize import PROMPT_TAIL, Detokenizer
 
 ARGS = SimpleNamespace(disable_tokenizer_batch_decode=False, tool_call_parser=None, stream_interval=1)
 MANAGER = SimpleNamespace(tokenizer="", server_args=ARGS)
@@ -91,7 +91,7 @@ def test_the_seam_is_where_the_host_loads_plugins() -> None:
 
 
 def test_of_a_request() -> None:
-    req = PieceEnds(MANAGER, SamplingParams())._req
+    req = Detokenizer(MANAGER, [1, 2], SamplingParams())._req
     read = find_fields(Req, "check_match_stop_str_prefix")
     assert "sampling_params" in read
     assert read <= vars(req).keys()

@@ -62,15 +62,15 @@ def test_each_end_has_metadata_buffers_of_its_own(monkeypatch: pytest.MonkeyPatc
     )
     monkeypatch.setattr(build, "_common", lambda scheduler: {"scheduler": scheduler, "tp_size": 1})
     caps = Caps(100, 4)
-    ends = build.build_ends(
+    sending, receiving, transfers = build.build_ends(
         scheduler, book=PeerBook("127.0.0.1", 9000), receive_caps=caps, agree=lambda flags: flags, faults=Faults()
     )
-    assert ends.sending.buffers is not ends.receiving.buffers
-    assert ends.sending.allocator is not ends.receiving.allocator
-    for buffers in (ends.sending.buffers, ends.receiving.buffers):
+    assert sending.buffers is not receiving.buffers
+    assert sending.allocator is not receiving.allocator
+    for buffers in (sending.buffers, receiving.buffers):
         assert len(buffers.bootstrap_room) == build.METADATA_PER_ROW * 3
-    assert ends.receiving.transfers is ends.transfers
-    assert (ends.transfers.buffers, ends.transfers.allocator) == (ends.receiving.buffers, ends.receiving.allocator)
+    assert receiving.transfers is transfers
+    assert (transfers.buffers, transfers.allocator) == (receiving.buffers, receiving.allocator)
     host = (scheduler.req_to_metadata_buffer_idx_allocator, scheduler.disagg_metadata_buffers)
-    assert host == (ends.sending.allocator, ends.sending.buffers), "the host's sending functions look there"
-    assert ends.sending.allocator.alloc() == ends.receiving.allocator.alloc() == 0, "neither takes slots of the other"
+    assert host == (sending.allocator, sending.buffers), "the host's sending functions look there"
+    assert sending.allocator.alloc() == receiving.allocator.alloc() == 0, "neither takes slots of the other"

@@ -34,7 +34,7 @@ CASES = [
         {"disaggregation_decode_allocation_policy": "prefill_complete"},
         "--disaggregation-decode-allocation-policy prefill_complete",
     ),
-    ({"disaggregation_decode_host_receive_threshold": 0.5}, "--disaggregation-decode-host-receive-threshold below 1"),
+    ({"disaggregation_decode_host_receive_threshold": 0.5}, "--disaggregation-decode-host-receive-threshold 0.5"),
     ({"enable_prefill_context_parallel": True}, "--enable-prefill-context-parallel"),
     ({"enable_prefill_cp": True}, "--enable-prefill-cp"),
     ({"tokenizer_worker_num": 2}, "--tokenizer-worker-num 2"),

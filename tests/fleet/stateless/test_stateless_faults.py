@@ -13,10 +13,9 @@ from receive_scene import ReceiveScene
 from pla_sglang.fleet.stateless import scheduler_hooks as hooks
 from pla_sglang.fleet.stateless.engine import StatelessEngine
 from pla_sglang.fleet.stateless.host import calls
-from pla_sglang.fleet.stateless.host.side_channel import PULL
+from pla_sglang.fleet.stateless.host.side_channel import GUARD, PULL
 from pla_sglang.fleet.stateless.requests import admission
 from pla_sglang.fleet.stateless.transfer.deferred_free import DeferredFree
-from pla_sglang.fleet.stateless.transfer.rooms import GUARD
 from pla_sglang.plugin.engine.faults import Faults
 from pla_sglang.plugin.engine.hooks import running
 from pla_sglang.plugin.engine.hooks import scheduler as scheduler_hooks

@@ -115,7 +115,7 @@ def test_pages_are_freed_once_when_the_sender_is_through() -> None:
     deferred, freed, through = DeferredFree(lambda flags: flags, Faults()), [], [False]
     hold(deferred, "a", freed, through=through)
     deferred.sweep(1.0)
-    assert (freed, len(deferred), deferred.tokens) == ([], 1, 10)
+    assert (freed, len(deferred), deferred.state()["kv_tokens"]) == ([], 1, 10)
     through[0] = True
     for _ in range(2):
         deferred.sweep(2.0)

@@ -10,9 +10,10 @@ from receive_scene import ReceiveScene
 from sglang.srt.disaggregation.base import KVPoll
 
 from pla_sglang.fleet.stateless import scheduler_hooks as hooks
+from pla_sglang.fleet.stateless.host.side_channel import GUARD
 from pla_sglang.fleet.stateless.transfer import rooms as rooms_module
 from pla_sglang.fleet.stateless.transfer.fence import ABORT, NO_ROOM
-from pla_sglang.fleet.stateless.transfer.rooms import GUARD, UsedRooms, aborts_of_another, refuses_receiver
+from pla_sglang.fleet.stateless.transfer.rooms import UsedRooms, aborts_of_another, refuses_receiver
 
 FIRST, SECOND = ("10.0.0.8", 40), ("10.0.0.9", 41)
 

@@ -228,7 +228,7 @@ def test_whatever_comes_is_dropped_and_counted_or_can_be_read_by_the_host(messag
     def parse(fields: list[bytes]) -> None:
         (KVArgsRegisterInfo if fields[0] == REGISTERS else TransferInfo).from_zmq(fields)
 
-    inbox = Inbox(socket, channel, parse=parse, is_known=lambda *receiver: receiver == ("10.0.0.2", 5000), guard=GUARD)
+    inbox = Inbox(socket, channel, parse=parse, is_known=lambda *receiver: receiver == ("10.0.0.2", 5000))
     socket.send(*messages, ask())
     let_in = []
     while (message := inbox.recv_multipart()) != ask() or socket._messages.qsize():

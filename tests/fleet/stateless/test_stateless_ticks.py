@@ -41,7 +41,7 @@ def idle_engine(*, leg_room: int, held_room: int) -> Any:
         failure_records={},
         **{name: dict.fromkeys((1, 2, 3)) for name in TABLES},
     )
-    engine._ends = SimpleNamespace(sending=SimpleNamespace(kv_manager=manager))
+    engine._sending = SimpleNamespace(kv_manager=manager)
     engine._scheduler = SimpleNamespace(max_running_requests=4)
     engine._rooms, engine._tick_s, engine._series, engine.faults = UnclaimedRooms(), 0.0, None, Faults()
     return engine
@@ -52,7 +52,7 @@ def test_rooms_that_nobody_claims_are_forgotten_and_those_of_legs_and_holds_kept
 ) -> None:
     monkeypatch.setattr(calls, "timeouts_s", lambda: (None, None))
     engine, running = idle_engine(leg_room=1, held_room=2), SimpleNamespace(reqs=[])
-    rooms = engine._ends.sending.kv_manager.transfer_infos
+    rooms = engine._sending.kv_manager.transfer_infos
     for now_s in (100.0, 100.0 + KEPT_S / 2):
         engine.now_s = lambda now_s=now_s: now_s
         assert engine.before_pass(running, None) is running

@@ -14,14 +14,15 @@ from fleet.stateless.hop_scene import HopRequest, HopScene
 from pla_sglang.fleet.stateless import scheduler_hooks as hooks
 from pla_sglang.fleet.stateless.engine import StatelessEngine
 from pla_sglang.fleet.stateless.transfer.legs import KIND_ATTRIBUTE, LegKind
+from pla_sglang.fleet.stateless.transfer.receiving import Receiver
 from pla_sglang.plugin.engine.hooks import scheduler as scheduler_hooks
 
 
 def engine_of(scheduler: Any) -> Any:
     engine: Any = object.__new__(StatelessEngine)
-    queues = (SimpleNamespace(queue=[]), SimpleNamespace(queue=[]))
-    engine._scheduler, engine._ends = scheduler, SimpleNamespace(receiving=queues[0], transfers=queues[1])
-    engine.sender, engine.receiver = SimpleNamespace(legs={}), SimpleNamespace(ready=[])
+    receiver: Any = object.__new__(Receiver)
+    receiver._queue, receiver._transfers, receiver.ready = SimpleNamespace(queue=[]), SimpleNamespace(queue=[]), []
+    engine._scheduler, engine.sender, engine.receiver = scheduler, SimpleNamespace(legs={}), receiver
     return engine
 
 
@@ -39,10 +40,10 @@ def put(engine: Any, place: str, req: HopRequest) -> None:
     elif place == "ready":
         engine.receiver.ready.append(req)
     else:
-        getattr(engine._ends, place).queue.append(entry)
+        getattr(engine.receiver, place).queue.append(entry)
 
 
-@pytest.mark.parametrize("place", ["retracted", "grammar", "sending", "ready", "receiving", "transfers"])
+@pytest.mark.parametrize("place", ["retracted", "grammar", "sending", "ready", "_queue", "_transfers"])
 def test_a_hold_of_a_request_that_waits(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
     from sglang.srt.disaggregation.utils import DisaggregationMode
 

@@ -60,7 +60,6 @@ class CachingRank:
             dp_rank=self.index,
             dp_size=self._ranks,
             sequence=self._sequence,
-            clock_s=now_s,
             received=len(self.computed),
             backlog=Backlog(len(tokens), sum(tokens), sum(n * n for n in tokens), 0),
             kv_capacity_tokens=1_000_000,

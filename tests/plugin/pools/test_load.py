@@ -52,7 +52,6 @@ class Rank:
             dp_rank=self.index,
             dp_size=4,
             sequence=self.sequence,
-            clock_s=now_s,
             received=self.received,
             backlog=Backlog(len(self.queue), sum(self.queue), sum(n * n for n in self.queue), 0),
             utilisation=sum(self.busy) / len(self.busy),

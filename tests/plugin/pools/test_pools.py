@@ -30,7 +30,7 @@ def make(ranks: int = 4, **changes: Any) -> tuple[Pools, Told]:
 
 
 def report(rank: int, sequence: int = 1, **fields: Any) -> Report:
-    named = {"instance": "a", "dp_rank": rank, "dp_size": 8, "clock_s": 0.0, "kv_capacity_tokens": 100_000}
+    named = {"instance": "a", "dp_rank": rank, "dp_size": 8, "kv_capacity_tokens": 100_000}
     return Report(sequence=sequence, **(named | fields))
 
 

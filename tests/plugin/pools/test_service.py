@@ -86,7 +86,7 @@ def knobs(**values: float) -> Any:
 
 
 def report(rank: int, sequence: int = 1, **fields: Any) -> Report:
-    return Report(instance="a", dp_rank=rank, dp_size=2, sequence=sequence, clock_s=0.0, **fields)
+    return Report(instance="a", dp_rank=rank, dp_size=2, sequence=sequence, **fields)
 
 
 def push(service: Recording, *reports: Report) -> None:

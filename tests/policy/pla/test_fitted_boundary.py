@@ -125,9 +125,7 @@ def test_load_reports_teach_the_policy_that_routers_and_simulators_build(scale: 
     for number, step in enumerate(passes(200)):
         timing = PassTiming(step.new_tokens, step.attention, step.history_tokens, 1, clock.wall_s(step.duration_s))
         now_s = clock.wall_s(number * 0.1)
-        report = Report(
-            instance="a", sequence=number + 1, clock_s=now_s, steps=(timing,), passes=PassTotals.of([timing])
-        )
+        report = Report(instance="a", sequence=number + 1, steps=(timing,), passes=PassTotals.of([timing]))
         learned = prefill_sample(runner.fleet.instances[number % 2], report, clock)
         assert learned is not None
         runner.prefilled(learned, now_s)

@@ -98,14 +98,14 @@ def explain_failure(end: Any, what: str) -> str:
 
 def open_inbox(manager: Any, channel: SideChannel) -> Inbox:
     """The socket of the sender ``manager`` for its thread, which would end with the first message it cannot read."""
-    from sglang.srt.disaggregation.nixl.conn import GUARD, KVArgsRegisterInfo, TransferInfo
+    from sglang.srt.disaggregation.nixl.conn import KVArgsRegisterInfo, TransferInfo
 
     def parse(fields: list[bytes]) -> None:
         kind = KVArgsRegisterInfo if fields[0] == REGISTERS else TransferInfo
         kind.from_zmq(fields)
 
     is_known = functools.partial(is_registered, manager)
-    return Inbox(manager.server_socket, channel, parse=parse, is_known=is_known, guard=GUARD)
+    return Inbox(manager.server_socket, channel, parse=parse, is_known=is_known)
 
 
 def register_receiver(register: Callable[[Any, Any], None], manager: Any, receiver: Any, channel: SideChannel) -> None:

@@ -21,7 +21,7 @@ PROMPT_TAIL = 5  # tokens of the prompt before the answer, from which the host's
 
 
 class Detokenizer:
-    """Turns the token ids of one answer into text.
+    """Turns the token ids of one answer into text, and knows after which of them the host streams what it has.
 
     Args:
         manager: the host's TokenizerManager.
@@ -31,6 +31,7 @@ class Detokenizer:
 
     def __init__(self, manager: Any, prompt_ids: Sequence[int], params: Any) -> None:
         from sglang.srt.managers.detokenizer_manager import DetokenizerManager
+        from sglang.srt.managers.schedule_batch import Req
 
         args = resolve(manager.server_args)
         self._params = params
@@ -44,6 +45,18 @@ class Detokenizer:
         vars(host)["tool_close_token_ids"] = find_tool_close_ids(args.tool_call_parser, manager.tokenizer)
         original = DetokenizerManager._decode_batch_token_id_output
         self._decode = functools.partial(around_decode_batch, original) if has_our_seam() else original
+        self._interval = params.stream_interval or args.stream_interval
+        self._req = Req.__new__(Req)  # what its check for stop strings reads, and nothing else
+        self._req.sampling_params, self._req.tokenizer = params, manager.tokenizer
+        self._req.output_ids = array("q")
+
+    def note_token(self, token: int) -> bool:
+        """Tells whether a piece ends with ``token``, the next of the answer: as many are there as are streamed at once,
+        and the end of the answer cannot become a stop string."""
+        ids = self._req.output_ids
+        ids.append(token)
+        is_due = self._interval <= 1 or len(ids) % self._interval == 1
+        return is_due and not (bool(self._params.stop_strs) and self._req.check_match_stop_str_prefix())
 
     def add_tokens(self, ids: Sequence[int], finish_reason: dict[str, Any] | None = None) -> str:
         """The text that ``ids`` add to what was returned before; ``finish_reason``: these are the last."""
@@ -83,24 +96,3 @@ def around_decode_batch(original: DecodeBatch, manager: Any, recv_obj: Any) -> l
         if rid in statuses:
             statuses[rid].sent_offset = max(statuses[rid].sent_offset, chars)
     return texts
-
-
-class PieceEnds:
-    """After which tokens the host streams what it has of an answer. Arguments as above."""
-
-    def __init__(self, manager: Any, params: Any) -> None:
-        from sglang.srt.managers.schedule_batch import Req
-
-        self._interval = params.stream_interval or resolve(manager.server_args).stream_interval
-        self._req = Req.__new__(Req)  # what its check reads, and nothing else
-        self._req.sampling_params, self._req.tokenizer = params, manager.tokenizer
-        self._req.output_ids = array("q")
-        self._has_stops = bool(params.stop_strs)
-
-    def add_token(self, token: int) -> bool:
-        """Tells whether a piece ends with ``token``: as many are there as are streamed at once, and the end of the
-        answer cannot become a stop string."""
-        ids = self._req.output_ids
-        ids.append(token)
-        is_due = self._interval <= 1 or len(ids) % self._interval == 1
-        return is_due and not (self._has_stops and self._req.check_match_stop_str_prefix())

@@ -17,6 +17,7 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
+GUARD = b"NixlMsgGuard"  # SGLang's, before what a receiver says of itself or of a room
 ABORT = b"ABORT"
 PULL = b"PLA_PULL"
 ACKNOWLEDGED = b"PLA_ABORT_ACK"
@@ -91,10 +92,9 @@ class Inbox:
         *,
         parse: Callable[[list[bytes]], Any],
         is_known: Callable[[str, int], bool],
-        guard: bytes,
     ) -> None:
         self._socket, self._channel = socket, channel
-        self._parse, self._is_known, self._guard = parse, is_known, guard
+        self._parse, self._is_known = parse, is_known
 
     def recv_multipart(self) -> list[bytes]:
         """The next message that the host, or the seam behind it, can work with."""
@@ -109,7 +109,7 @@ class Inbox:
     def _judge(self, message: list[bytes]) -> Drop | None:
         """Why it must be dropped; None: it fits."""
         word = message[0] if message else b""
-        if word == self._guard:
+        if word == GUARD:
             return self._judge_host(message[1:])
         if word == ABORT:  # the host does what it says for a room that it knows, whoever asks
             return Drop.MALFORMED if read_receiver(message) is None else None

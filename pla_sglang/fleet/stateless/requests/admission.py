@@ -32,9 +32,6 @@ def admit_received(
 
     Nobody else knows of them. An exception with one ends that one; an exception with the batch of them, those that are
     not in the running batch by then.
-
-    Args:
-        agree: what all ranks say together about each flag.
     """
     fit = agree(_try_each(reqs, _prepare, faults))
     _end_unjoined(scheduler, [req for req, is_fit in zip(reqs, fit, strict=True) if not is_fit], faults)

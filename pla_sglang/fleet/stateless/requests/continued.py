@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from http import HTTPStatus
 from typing import Any
 
-from pla_sglang.fleet.stateless.host.detokenize import Detokenizer, PieceEnds
+from pla_sglang.fleet.stateless.host.detokenize import Detokenizer
 from pla_sglang.fleet.stateless.requests.chunks import Feed, RefusedAnswerError, Step, is_abort
 from pla_sglang.fleet.stateless.requests.tags import RequestTags
 from pla_sglang.plugin.engine.host.arguments import resolve
@@ -25,11 +25,29 @@ class _Answer:
     say that the answer ends with it.
     """
 
+    detokenizer: Detokenizer
+    told_chars: int
     ids: list[int] = dataclasses.field(default_factory=list)
     text: str = ""
-    told_chars: int = 0
     held_ids: list[int] = dataclasses.field(default_factory=list)
     is_piece: bool = False
+
+    def hold(self, token: int) -> None:
+        self.held_ids.append(token)
+        self.is_piece = self.detokenizer.note_token(token)
+
+    def add_held(self, finish_reason: dict[str, Any] | None = None) -> None:
+        self.text += self.detokenizer.add_tokens(self.held_ids, finish_reason)
+        self.ids += self.held_ids
+        self.held_ids = []
+
+    def add_new(self, new_ids: list[int], finish_reason: dict[str, Any] | None) -> None:
+        """Adds the text of one chunk, and what has waited. A chunk has several pieces where the host was slow."""
+        for place, token in enumerate(new_ids, start=1):
+            self.hold(token)
+            if self.is_piece and place < len(new_ids):
+                self.add_held()
+        self.add_held(finish_reason)
 
 
 class Continuation:
@@ -48,7 +66,6 @@ class Continuation:
         self._tags = tags
         self._old_ids = tags.answer
         self._replays = replays
-        self._answer = _Answer(told_chars=0 if replays else tags.seen.text)
 
     async def read_steps(self) -> AsyncGenerator[Step, None]:
         """Old tokens while the engine fetches or computes what it needs, then what it gives."""
@@ -60,12 +77,12 @@ class Continuation:
             await asyncio.wait((first, dispatched), return_when=asyncio.FIRST_COMPLETED)
             if not dispatched.done():
                 await first  # raises: what is not dispatched has no chunk
-            params = self._feed.request.sampling_params
-            detokenizer = Detokenizer(self._manager, self._feed.request.input_ids, params)
-            ends = PieceEnds(self._manager, params)
-            async for step in self._replay(detokenizer, ends):
+            request = self._feed.request
+            detokenizer = Detokenizer(self._manager, request.input_ids, request.sampling_params)
+            answer = _Answer(detokenizer, told_chars=0 if self._replays else self._tags.seen.text)
+            async for step in self._replay(answer):
                 yield step
-            async for step in self._go_on(await first, detokenizer, ends):
+            async for step in self._go_on(answer, await first):
                 yield step
         finally:
             dispatched.cancel()
@@ -80,47 +97,37 @@ class Continuation:
         chunk = await self._feed.source.__anext__()
         return {**chunk, "output_ids": list(chunk["output_ids"])}
 
-    async def _replay(self, detokenizer: Detokenizer, ends: PieceEnds) -> AsyncGenerator[Step, None]:
+    async def _replay(self, answer: _Answer) -> AsyncGenerator[Step, None]:
         """In the pieces in which the host streams: what its detokenizer shows depends on them."""
-        answer = self._answer
         for place, token in enumerate(self._old_ids):
             if answer.is_piece:
-                if self._replays:
-                    yield self._step_of_held(detokenizer)
-                else:
-                    self._add_held(detokenizer)
-            answer.held_ids.append(token)
-            answer.is_piece = ends.add_token(token)
+                for step in self._take_held(answer):
+                    yield step
+            answer.hold(token)
             if place % SLICE_TOKENS == SLICE_TOKENS - 1:
                 await asyncio.sleep(0)
 
-    def _add_held(self, detokenizer: Detokenizer) -> None:
-        answer = self._answer
-        answer.text += detokenizer.add_tokens(answer.held_ids)
-        answer.ids += answer.held_ids
-        answer.held_ids = []
-
-    def _step_of_held(self, detokenizer: Detokenizer) -> Step:
-        """The tokens that wait, as a chunk of their own."""
-        new_ids = self._answer.held_ids
-        self._add_held(detokenizer)
+    def _take_held(self, answer: _Answer) -> Iterator[Step]:
+        """The tokens that wait: a step of their own where the endpoint is to see old ones."""
+        new_ids = answer.held_ids
+        answer.add_held()
+        if not self._replays:
+            return
         meta = {
             "finish_reason": None,
             "prompt_tokens": len(self._feed.request.input_ids),
-            "completion_tokens": len(self._answer.ids),
+            "completion_tokens": len(answer.ids),
             "reasoning_tokens": 0,
             "cached_tokens": 0,
         }
         chunk: dict[str, Any] = {"meta_info": meta}
-        if len(self._answer.ids) == len(new_ids):  # the first
+        if len(answer.ids) == len(new_ids):  # the first
             chunk["prompt_token_ids"] = list(self._feed.request.input_ids)
-        return self._make_step(chunk, new_ids, live=False)
+        yield self._make_step(answer, chunk, new_ids, live=False)
 
-    async def _go_on(
-        self, chunk: dict[str, Any], detokenizer: Detokenizer, ends: PieceEnds
-    ) -> AsyncGenerator[Step, None]:
+    async def _go_on(self, answer: _Answer, chunk: dict[str, Any]) -> AsyncGenerator[Step, None]:
         """New tokens; ``chunk`` is the first of the engine, with all ids from the beginning of the answer."""
-        source, answer, old_ids = self._feed.source, self._answer, list(self._old_ids)
+        source, old_ids = self._feed.source, list(self._old_ids)
         assert source is not None
         check_not_refused(chunk)
         ids = list(chunk["output_ids"])
@@ -132,14 +139,12 @@ class Continuation:
         known_tokens = len(old_ids)
         new_ids = ids[known_tokens:]
         if answer.held_ids and answer.is_piece and (new_ids or chunk["meta_info"]["finish_reason"] is None):
-            if self._replays:
-                yield self._step_of_held(detokenizer)
-            else:
-                self._add_held(detokenizer)
+            for step in self._take_held(answer):
+                yield step
         while True:
             known_tokens += len(new_ids)
-            self._add_new(new_ids, chunk["meta_info"]["finish_reason"], detokenizer, ends)
-            yield self._make_step(chunk, new_ids, live=True)
+            answer.add_new(new_ids, chunk["meta_info"]["finish_reason"])
+            yield self._make_step(answer, chunk, new_ids, live=True)
             try:
                 chunk = await source.__anext__()
             except StopAsyncIteration:
@@ -147,22 +152,9 @@ class Continuation:
             ids = [] if is_abort(chunk) else list(chunk["output_ids"])
             new_ids = ids if self._incremental else ids[known_tokens:]
 
-    def _add_new(
-        self, new_ids: list[int], finish_reason: dict[str, Any] | None, detokenizer: Detokenizer, ends: PieceEnds
-    ) -> None:
-        """Adds the text of one chunk, and what has waited. A chunk has several pieces where the host was slow."""
-        answer = self._answer
-        for place, token in enumerate(new_ids, start=1):
-            answer.held_ids.append(token)
-            if ends.add_token(token) and place < len(new_ids):
-                self._add_held(detokenizer)
-        answer.text += detokenizer.add_tokens(answer.held_ids, finish_reason)
-        answer.ids += answer.held_ids
-        answer.held_ids = []
-
-    def _make_step(self, chunk: dict[str, Any], new_ids: list[int], *, live: bool) -> Step:
+    def _make_step(self, answer: _Answer, chunk: dict[str, Any], new_ids: list[int], *, live: bool) -> Step:
         """``chunk`` with the answer's text and ids, and with what the first instance has said of it."""
-        answer, tags = self._answer, self._tags
+        tags = self._tags
         meta = dict(chunk["meta_info"])
         if tags.answer_id is not None:
             meta["id"] = tags.answer_id

@@ -114,15 +114,13 @@ def _spread(values: Any, count: int) -> list[Any]:
 
 def add_peer_routes(front: HttpFrontend) -> None:
     """``GET`` and ``POST /pla/peers``."""
-    from fastapi import Request
     from sglang.srt.entrypoints import http_server
-    from sglang.srt.utils.auth import AuthLevel, auth_level
 
     async def read_peers() -> Any:
         [state] = await routes.read_states()
         return routes.json_response({"peers": state["stateless"]["peers"]})
 
-    async def post_peers(request: Request) -> Any:
+    async def post_peers(request: Any) -> Any:
         try:
             message = front.take_peers(await routes.body_of(request))
         except ConfigError as error:
@@ -133,11 +131,8 @@ def add_peer_routes(front: HttpFrontend) -> None:
         await http_server._global_state.tokenizer_manager._async_dispatch_to_scheduler(message)
         return await read_peers()
 
-    post_peers.__annotations__["request"] = Request
-    for method, route in (("GET", read_peers), ("POST", post_peers)):
-        route.__annotations__.pop("return", None)
-        guarded = auth_level(AuthLevel.ADMIN_OPTIONAL)(route)
-        http_server.app.add_api_route("/pla/peers", guarded, methods=[method])
+    routes.add_route("GET", "/pla/peers", read_peers)
+    routes.add_route("POST", "/pla/peers", post_peers)
 
 
 class CommandDesk:
@@ -168,16 +163,13 @@ class CommandDesk:
 
 def add_command_route(manager: Any) -> None:
     """``manager``: the host's tokenizer manager, whose schedulers are stateless."""
-    from fastapi import Request
-    from sglang.srt.entrypoints import http_server
-    from sglang.srt.utils.auth import AuthLevel, auth_level
     from sglang.utils import TypeBasedDispatcher
 
     register_messages()
     desk = CommandDesk(manager)
     manager._result_dispatcher += TypeBasedDispatcher([(PlaCommandAnswers, desk.take_answers)])
 
-    async def post_commands(request: Request) -> Any:
+    async def post_commands(request: Any) -> Any:
         try:
             commands = parse_commands(await routes.body_of(request))
         except ConfigError as error:
@@ -188,7 +180,4 @@ def add_command_route(manager: Any) -> None:
             message = f"the scheduler has not answered for {PATIENCE_S:.0f} s"
             return routes.json_response({"error": {"message": message, "type": "Unavailable", "code": 503}}, 503)
 
-    post_commands.__annotations__["request"] = Request
-    post_commands.__annotations__.pop("return", None)
-    guarded = auth_level(AuthLevel.ADMIN_OPTIONAL)(post_commands)
-    http_server.app.add_api_route("/pla/hops", guarded, methods=["POST"])
+    routes.add_route("POST", "/pla/hops", post_commands)

@@ -18,7 +18,7 @@ from pla_sglang.fleet.stateless.requests.messages import send_answers
 from pla_sglang.fleet.stateless.requests.pausing import HELD_BACK, PausedRequests
 from pla_sglang.fleet.stateless.transfer.deferred_free import DeferredFree
 from pla_sglang.fleet.stateless.transfer.exports import AT_REST, KvExports, PausedRequest, PauseState
-from pla_sglang.fleet.stateless.transfer.legs import LegKind, kind_of
+from pla_sglang.fleet.stateless.transfer.legs import Caps, LegKind, kind_of
 from pla_sglang.fleet.stateless.transfer.rooms import OpenRooms, send_refusal
 from pla_sglang.plugin.engine.faults import Faults
 
@@ -33,9 +33,8 @@ class MigrationSide:
 
     Args:
         queue: the sending end's (transfer.queues.SendQueue), with the rooms that this instance has used.
-        agree: what all ranks say together about each flag.
         list_waiting: requests that are here and do not run: in queues, legs that wait for their handshake or KV.
-        share: of KV memory and of request rows that paused requests may keep.
+        caps: what paused requests may keep.
     """
 
     def __init__(
@@ -47,7 +46,7 @@ class MigrationSide:
         faults: Faults,
         agree: Agree,
         list_waiting: Callable[[], Iterable[Any]],
-        share: float,
+        caps: Caps,
     ) -> None:
         self._scheduler = scheduler
         self._list_waiting = list_waiting
@@ -55,7 +54,7 @@ class MigrationSide:
         self._jobs: list[Job] = []
         self.rooms = OpenRooms(functools.partial(send_refusal, queue.kv_manager))
         exports = KvExports(scheduler, queue, deferred, self.rooms, faults)
-        self.holder = PausedRequests(scheduler, exports, agree, queue.rooms, faults, share=share)
+        self.holder = PausedRequests(scheduler, exports, agree, queue.rooms, faults, caps)
 
     def on_pull(self, message: list[bytes]) -> None:
         """A receiver asks for a paused request; nothing where that cannot be read."""

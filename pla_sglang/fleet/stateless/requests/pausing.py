@@ -19,7 +19,7 @@ from pla_sglang.fleet.stateless.host.adapters import split_joining
 from pla_sglang.fleet.stateless.host.calls import Agree
 from pla_sglang.fleet.stateless.requests.arrival import reason_against_moving
 from pla_sglang.fleet.stateless.transfer.exports import AT_REST, KvExports, PausedRequest, PauseState
-from pla_sglang.fleet.stateless.transfer.legs import GOES_ON_ATTRIBUTE
+from pla_sglang.fleet.stateless.transfer.legs import GOES_ON_ATTRIBUTE, Caps
 from pla_sglang.fleet.stateless.transfer.rooms import UsedRooms
 from pla_sglang.plugin.engine.faults import Faults
 from pla_sglang.plugin.engine.host.requests import fail_with_next_step, kv_committed_len
@@ -35,9 +35,8 @@ class PausedRequests:
     """Every request that is held here. Owned by the scheduler thread.
 
     Args:
-        agree: what all ranks say together about each flag.
         used: rooms of this instance, of prefill parts too.
-        share: of KV memory and of request rows that paused requests may keep; one alone may exceed the former.
+        caps: what they may keep.
     """
 
     def __init__(
@@ -47,16 +46,14 @@ class PausedRequests:
         agree: Agree,
         used: UsedRooms,
         faults: Faults,
-        *,
-        share: float,
+        caps: Caps,
     ) -> None:
         self._scheduler = scheduler
         self.exports = exports
         self._agree = agree
         self._used = used
         self._faults = faults
-        self._cap_tokens = int(share * scheduler.max_total_num_tokens)
-        self._cap_requests = max(1, int(share * scheduler.req_to_token_pool.size))
+        self._caps = caps
         self.holds: dict[int, PausedRequest] = {}  # by room
         # Each hold that was made ("held") ends once: committed, aborted, timed_out, ended_by_pause, ended_by_fault or
         # resumed_by_*. "finished", "refused", "kept_back": orders that made none.
@@ -70,9 +67,8 @@ class PausedRequests:
             return f"room {room} was used here before"
         if (reason := reason_against_moving(req)) is not None:
             return reason
-        others = [hold.kv_tokens for hold in self.holds.values()]
         tokens = len(req.origin_input_ids) + len(req.output_ids)
-        if others and (len(others) >= self._cap_requests or sum(others) + tokens > self._cap_tokens):
+        if not self._caps.has_room([hold.kv_tokens for hold in self.holds.values()], tokens):
             return "paused requests have their share of memory already (--pla-hold-share)"
         return None
 
@@ -157,7 +153,7 @@ class PausedRequests:
             self.exports.close(hold)
             if hold.readers:
                 self.totals["ended_by_pause"] += hold.state in AT_REST
-                self.let_go(hold, functools.partial(self._answer_unavailable, hold.req, PAUSED))
+                self._end_with(hold, PAUSED, HTTPStatus.SERVICE_UNAVAILABLE)
             else:
                 returning.append(hold)
         for hold in returning:  # last: nothing may raise once a request is known to the caller alone
@@ -166,9 +162,6 @@ class PausedRequests:
                 self.totals["resumed_by_pause"] += 1
             self.end(hold)
         return [hold.req for hold in returning]
-
-    def _answer_unavailable(self, req: Any, reason: str) -> None:
-        calls.end_with_error(self._scheduler, req, reason, HTTPStatus.SERVICE_UNAVAILABLE)
 
     # -- it goes -------------------------------------------------------------------------------------------------------
 
@@ -192,15 +185,14 @@ class PausedRequests:
             free = functools.partial(calls.release_kv, self._scheduler, hold.req)
             self._faults.run_all((free,), "freeing the KV of a paused request")
 
-    def abort(self, matches: Callable[[str], bool], fault: str | None = None) -> int:
-        """Client aborts: how many paused requests they meet.
+    def abort(self, matches: Callable[[str], bool], fault: str | None = None) -> None:
+        """Client aborts.
 
         Args:
             fault: it is no client's: what has befallen these requests. They end with 500.
         """
         met = [hold for hold in list(self.holds.values()) if matches(hold.req.rid)]
         self._faults.for_each(met, functools.partial(self._end_early, fault), "aborting a paused request")
-        return len(met)
 
     def _end_early(self, fault: str | None, hold: PausedRequest) -> None:
         if hold.state is PauseState.LEAVING:
@@ -215,10 +207,10 @@ class PausedRequests:
                 self.let_go(hold, functools.partial(calls.end_aborted, self._scheduler, hold.req, "Aborted"))
             else:
                 self.totals["ended_by_fault"] += was_held
-                self.let_go(hold, functools.partial(self._answer_fault, hold.req, fault))
+                self._end_with(hold, fault, HTTPStatus.INTERNAL_SERVER_ERROR)
 
-    def _answer_fault(self, req: Any, fault: str) -> None:
-        calls.end_with_error(self._scheduler, req, fault, HTTPStatus.INTERNAL_SERVER_ERROR)
+    def _end_with(self, hold: PausedRequest, reason: str, status: HTTPStatus) -> None:
+        self.let_go(hold, functools.partial(calls.end_with_error, self._scheduler, hold.req, reason, status))
 
     # -- each pass -----------------------------------------------------------------------------------------------------
 
@@ -254,7 +246,7 @@ class PausedRequests:
             self._end_early(hold.fault or "an exception in another rank", hold)
         elif ran_too_long:
             self.totals["timed_out"] += 1
-            self.let_go(hold, functools.partial(self._answer_unavailable, hold.req, LATE))
+            self._end_with(hold, LATE, HTTPStatus.SERVICE_UNAVAILABLE)
         elif timed_out:
             self.resume(hold, "time")
 

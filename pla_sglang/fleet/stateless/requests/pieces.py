@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from typing import Any
 
-from pla_sglang.fleet.stateless.host.detokenize import Detokenizer, PieceEnds
+from pla_sglang.fleet.stateless.host.detokenize import Detokenizer
 from pla_sglang.fleet.stateless.requests.chunks import Feed, Step, is_abort
 
 
@@ -40,7 +40,6 @@ class _Cutter:
 
     def __init__(self, manager: Any, request: Any, *, incremental: bool) -> None:
         self._incremental = incremental
-        self._ends = PieceEnds(manager, request.sampling_params)
         self._detokenizer = Detokenizer(manager, request.input_ids, request.sampling_params)
         self._known_tokens = 0
         self._text = ""  # of the pieces so far, as they would have been shown one by one
@@ -76,7 +75,7 @@ class _Cutter:
         pieces: list[list[int]] = [[]]
         for place, token in enumerate(ids):
             pieces[-1].append(token)
-            if self._ends.add_token(token) and place < len(ids) - 1:
+            if self._detokenizer.note_token(token) and place < len(ids) - 1:
                 pieces.append([])
         return pieces
 

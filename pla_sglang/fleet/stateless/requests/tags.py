@@ -3,7 +3,7 @@
 Names: docs/protocol.md.
 
 The process that serves HTTP reads all of them, a scheduler the answer so far alone. Only a router may set them: whoever
-else does is refused before they are looked at (``http_front``).
+else does is refused before they are looked at (``http_frontend``).
 """
 
 from __future__ import annotations
@@ -92,7 +92,6 @@ def read_answer(custom_params: Any, vocabulary: int) -> tuple[int, ...] | None:
     tokens = custom_params.get(TOKENS) if isinstance(custom_params, Mapping) else None
     if tokens is None:
         return None
-    whole = isinstance(tokens, list) and all(type(token) is int for token in tokens)
-    if not whole or (tokens and not 0 <= min(tokens) <= max(tokens) < vocabulary):
+    if not _is_list_of_ids(tokens) or max(tokens, default=0) >= vocabulary:
         raise ConfigError(f"custom_params.{TOKENS} is not valid; allowed: a list of token ids, 0 to {vocabulary - 1}")
     return tuple(tokens) or None

@@ -6,7 +6,6 @@ one set a receiver would find a stale room and take it for corruption.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping
@@ -24,22 +23,15 @@ from pla_sglang.plugin.engine.host.transfers import metadata_options
 METADATA_PER_ROW = 2
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Ends:
-    """What stands beside the host's loop."""
-
-    sending: Any  # queues.SendQueue
-    receiving: Any  # queues.ReceiveQueue
-    transfers: Any  # queues.TransferQueue
-
-
-def build_ends(scheduler: Any, *, book: PeerBook, receive_caps: Caps, agree: Agree, faults: Faults) -> Ends:
-    """Both ends, registered at this instance's bootstrap server, which must run.
+def build_ends(
+    scheduler: Any, *, book: PeerBook, receive_caps: Caps, agree: Agree, faults: Faults
+) -> tuple[Any, Any, Any]:
+    """Both ends, registered at this instance's bootstrap server, which must run: a ``SendQueue``, a ``ReceiveQueue``
+    and its ``TransferQueue``.
 
     Args:
         book: who may be received from.
         receive_caps: what the receiving end may hold.
-        agree: what all ranks say together about each flag.
     """
     from sglang.srt.disaggregation.utils import MetadataBuffers
 
@@ -68,7 +60,7 @@ def build_ends(scheduler: Any, *, book: PeerBook, receive_caps: Caps, agree: Agr
         **_find_arguments(ReceiveQueue, known),
     )
     scheduler.disagg_decode_transfer_queue, scheduler.disagg_decode_prealloc_queue = transfers, receiving
-    return Ends(sending, receiving, transfers)
+    return sending, receiving, transfers
 
 
 def _metadata(scheduler: Any, make_buffers: Callable[..., Any]) -> tuple[Any, Any]:

@@ -35,11 +35,7 @@ class Deferred:
 
 
 class DeferredFree:
-    """Owned by the scheduler thread. All ranks hold the same in the same order.
-
-    Args:
-        agree: what all ranks say together about each entry; with one rank, what this one says.
-    """
+    """Owned by the scheduler thread. All ranks hold the same in the same order."""
 
     def __init__(self, agree: Agree, faults: Faults) -> None:
         self._agree = agree
@@ -50,9 +46,13 @@ class DeferredFree:
     def __len__(self) -> int:
         return len(self._held)
 
-    @property
-    def tokens(self) -> int:
-        return sum(held.tokens for held in self._held)
+    def state(self) -> dict[str, int]:
+        """Plain values."""
+        return {
+            "requests": len(self._held),
+            "kv_tokens": sum(held.tokens for held in self._held),
+            "timeouts": self.timeouts,
+        }
 
     def hold(self, tokens: int, *, is_through: Callable[[], bool], release: Callable[[], None], now_s: float) -> None:
         """Keep pages until ``is_through``; ``release`` frees them."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pla_sglang.common.errors import IllegalMoveError
@@ -94,10 +94,18 @@ class SendLeg:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Caps:
-    """The most KV and request rows that one end may hold."""
+    """The most KV and request rows that one end may hold. One request alone may exceed the tokens."""
 
     tokens: int
     requests: int
+
+    @classmethod
+    def of_share(cls, scheduler: Any, share: float) -> Caps:
+        return cls(int(share * scheduler.max_total_num_tokens), max(1, int(share * scheduler.req_to_token_pool.size)))
+
+    def has_room(self, held: Sequence[int], tokens: int) -> bool:
+        """Tells whether a request with ``tokens`` fits beside those that are ``held``, of each its tokens."""
+        return not held or (len(held) < self.requests and sum(held) + tokens <= self.tokens)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

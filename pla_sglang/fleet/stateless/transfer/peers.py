@@ -130,7 +130,7 @@ class PeerBook:
 
     def __init__(self, host: str, bootstrap_port: int) -> None:
         hosts = LOOPBACK | ({host} - EVERY_ADDRESS)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._default = frozenset((name, bootstrap_port) for name in hosts)
         self._own = self._default
         self._peers: dict[Address, Peer] = {}
@@ -144,8 +144,8 @@ class PeerBook:
                 self._own = self._default | {told.own.address}
             peers = [self._complete(peer) for peer in told.peers if peer.address not in self._own]
             before = self._peers
-            replaced = [before[peer.address] for peer in peers if self._is_replaced_by(peer)]
-            new = [peer for peer in peers if peer.address not in before or self._is_replaced_by(peer)]
+            replaced = [before[peer.address] for peer in peers if self.is_replaced(peer)]
+            new = [peer for peer in peers if peer.address not in before or self.is_replaced(peer)]
             self._told = frozenset(peer.address for peer in peers)
             self._peers = before | {peer.address: peer for peer in peers}
             for peer in new:
@@ -156,10 +156,6 @@ class PeerBook:
         """With the incarnation that is known, where none is told."""
         known = self._peers.get(peer.address)
         return peer if known is None or peer.incarnation else dataclasses.replace(peer, incarnation=known.incarnation)
-
-    def _is_replaced_by(self, peer: Peer) -> bool:
-        known = self._peers.get(peer.address)
-        return known is not None and peer.is_other_process(known)
 
     def forget_unlisted(self, in_use: Container[Address] = ()) -> list[Peer]:
         """Forget peers that are told no more, but for addresses ``in_use``. Those that are forgotten now."""
@@ -185,17 +181,13 @@ class PeerBook:
     def is_current(self, peer: Peer) -> bool:
         """Tells whether it is known, and no other process was told at its address."""
         with self._lock:
-            return self._is_current(peer)
-
-    def _is_current(self, peer: Peer) -> bool:
-        known = self._peers.get(peer.address)
-        return known is not None and not known.is_other_process(peer)
+            return peer.address in self._peers and not self.is_replaced(peer)
 
     def is_replaced(self, peer: Peer) -> bool:
-        """Tells whether another process was told at its address. One that is told no more may still be there."""
+        """Tells whether another process is known at its address. One that is told no more may still be there."""
         with self._lock:
-            now = self._peers.get(peer.address)
-            return now is not None and now.is_other_process(peer)
+            known = self._peers.get(peer.address)
+            return known is not None and known.is_other_process(peer)
 
     def at(self, host: str, port: int) -> Peer | None:
         with self._lock:
@@ -209,7 +201,7 @@ class PeerBook:
     def set_state(self, peer: Peer, state: PeerState, reason: str = "") -> None:
         """What a warming thread has reached; ignored for a peer that was replaced meanwhile."""
         with self._lock:
-            if self._is_current(peer):
+            if self.is_current(peer):
                 self._states[peer.address] = (state, reason)
 
     def state_of(self, host: str, port: int) -> tuple[PeerState, str] | None:

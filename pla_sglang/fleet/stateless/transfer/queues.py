@@ -77,7 +77,6 @@ class ReceiveQueue(DecodePreallocQueue):
         book: who may be received from.
         receiver_class: the host's receiver of its backend.
         caps: what the receiving end may hold; one request alone may exceed the tokens.
-        agree: what all ranks say together about each flag.
         faults: of this process.
     """
 

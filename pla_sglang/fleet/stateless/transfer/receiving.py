@@ -52,8 +52,7 @@ class Receiver:
         faults: Faults,
     ) -> None:
         self._scheduler = scheduler
-        self._queue = queue
-        self._transfers = transfers
+        self._queue, self._transfers = queue, transfers
         self._deferred = deferred
         self._book = book
         self._acknowledged = acknowledged
@@ -86,24 +85,37 @@ class Receiver:
 
         What the host knows of a transfer it knows by the room: of two, one would get the KV and the other the word.
         """
-        entries = (*self._queue.queue, *self._transfers.queue)
-        return room in self._deferred_rooms or any(entry.req.bootstrap_room == room for entry in entries)
+        return room in self._deferred_rooms or any(entry.req.bootstrap_room == room for entry in self._list_entries())
 
-    def count_held(self) -> int:
-        """Requests that hold memory here and do not run yet."""
-        return len(self._transfers.queue) + len(self.ready)
-
-    def count_held_tokens(self) -> int:
-        """KV tokens of these."""
-        return sum(map(_count_tokens, self.requests_with_memory()))
+    def _list_entries(self) -> list[Any]:
+        """Legs whose KV is not here yet."""
+        return [*self._queue.queue, *self._transfers.queue]
 
     def list_sources(self) -> set[Address]:
         """Who is connected to, or will be, for the KV of legs that are here."""
-        return {(e.req.bootstrap_host, e.req.bootstrap_port) for e in (*self._queue.queue, *self._transfers.queue)}
+        return {(entry.req.bootstrap_host, entry.req.bootstrap_port) for entry in self._list_entries()}
 
     def requests_with_memory(self) -> list[Any]:
         """They will want memory for each further token, and the host does not know of them."""
         return [*(entry.req for entry in self._transfers.queue), *self.ready]
+
+    def list_here(self) -> list[Any]:
+        """Requests that are here and do not run."""
+        return [*(entry.req for entry in self._list_entries()), *self.ready]
+
+    def state(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "legs": {
+                "connecting": len(self._queue.queue),
+                "transferring": len(self._transfers.queue),
+                "ready": len(self.ready),
+            },
+            "kv_tokens": sum(map(_count_tokens, self.requests_with_memory())),
+            "received": self.received,
+            "reserved": dict(self._queue.reservations.reasons),
+            "failed": self.failed,
+        }
 
     def pump(self, paused: int = 0) -> None:
         """One step of every leg: connect, reserve memory, watch the transfer.
@@ -111,8 +123,8 @@ class Receiver:
         ``paused``: requests that are held here and may go on.
         """
         if self._queue.queue:
-            held = Uncounted(self.count_held_tokens(), self.count_held(), paused)
-            started, failed = self._queue.reserve(held)
+            held = self.requests_with_memory()
+            started, failed = self._queue.reserve(Uncounted(sum(map(_count_tokens, held)), len(held), paused))
             self._transfers.extend(started)
             self.failed += len(failed)
             self._end_broken(self._queue.take_broken())
@@ -164,13 +176,13 @@ class Receiver:
 
     # -- giving up ---------------------------------------------------------------------------------------------------
 
-    def abort(self, matches: Callable[[str], bool], fault: str | None = None) -> int:
-        """Client aborts: how many legs they meet. Those that hold a connection end when all ranks have seen it.
+    def abort(self, matches: Callable[[str], bool], fault: str | None = None) -> None:
+        """Client aborts. Those that hold a connection end when all ranks have seen it.
 
         Args:
             fault: it is no client's: what has befallen these legs. They end with 500.
         """
-        met = [entry for entry in (*self._queue.queue, *self._transfers.queue) if matches(entry.req.rid)]
+        met = [entry for entry in self._list_entries() if matches(entry.req.rid)]
         self._faults.for_each(met, lambda entry: self._fail(entry, fault), "aborting a decode part")
         over = [req for req in self.ready if matches(req.rid)]
         self.ready = [req for req in self.ready if not matches(req.rid)]
@@ -178,11 +190,10 @@ class Receiver:
         answer = self._answer_aborted if fault is None else self._answer_fault
         self._faults.for_each(over, answer, "answering an aborted decode part")
         self._faults.for_each(over, self._free, "freeing its KV")
-        return len(met) + len(over)
 
     def expire(self, *, legs_s: float, pulls_s: float) -> None:
         """Those that have waited for memory or for their KV since before then."""
-        for entry in (*self._queue.queue, *self._transfers.queue):
+        for entry in self._list_entries():
             before_s = pulls_s if goes_on(entry.req) else legs_s
             if getattr(entry, "pla_since_s", before_s) < before_s:
                 self._fail(entry, "Request waiting timeout reached.")

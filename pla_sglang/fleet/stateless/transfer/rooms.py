@@ -19,7 +19,7 @@ import zmq
 
 from pla_sglang.fleet.stateless.host import calls
 from pla_sglang.fleet.stateless.host.calls import is_registered, tcp_address
-from pla_sglang.fleet.stateless.host.side_channel import ABORT, NO_ROOM, PULL
+from pla_sglang.fleet.stateless.host.side_channel import ABORT, GUARD, NO_ROOM, PULL, REGISTERS, read_receiver
 from pla_sglang.fleet.stateless.host.side_channel import Receiver as Puller
 from pla_sglang.plugin.engine.host.transfers import forget_sent
 
@@ -27,7 +27,6 @@ logger = logging.getLogger(__name__)
 
 KEPT_S = 300.0  # as long as the host lets a prefill part wait for its handshake
 MOST_USED_ROOMS = 100_000  # remembered; no clock says how long, as those of ranks differ
-GUARD = b"NixlMsgGuard"  # SGLang's, before what a receiver says of a room
 GRACE_S = 0.5  # a pull may come before the hold of its room is made
 
 
@@ -137,17 +136,12 @@ class OpenRooms:
             self.close(room, refuse=True)
 
 
-def is_pull(message: list[bytes]) -> bool:
-    """Tells whether a receiver asks for the room of a paused request. The host has no such message."""
-    return bool(message) and message[0] == PULL
-
-
 def refuses_receiver(manager: Any, used: UsedRooms, message: list[bytes]) -> bool:
     """Tells whether a receiver says where to write the KV of a room that is over, or another's. It is told so.
 
     The host would listen to it, and would then write to both, or to neither and leave one waiting.
     """
-    if len(message) < 5 or message[0] != GUARD or message[1] == b"None":
+    if len(message) < 5 or message[0] != GUARD or message[1] == REGISTERS:
         return False
     room, puller, agent = int(message[1]), (message[2].decode("ascii"), int(message[3])), message[4].decode("ascii")
     receivers = manager.transfer_infos.get(room, {})
@@ -160,10 +154,11 @@ def refuses_receiver(manager: Any, used: UsedRooms, message: list[bytes]) -> boo
 
 def aborts_of_another(manager: Any, message: list[bytes]) -> bool:
     """Tells whether a receiver gives up a room whose KV goes to others."""
-    if len(message) < 4 or message[0] != ABORT:
+    given_up = read_receiver(message) if message[:1] == [ABORT] else None
+    if given_up is None:
         return False
-    receivers = list(manager.transfer_infos.get(int(message[1]), {}).values())
-    who = message[2].decode("ascii"), int(message[3])
+    who, room = given_up
+    receivers = list(manager.transfer_infos.get(room, {}).values())
     return bool(receivers) and all((one.endpoint, one.dst_port) != who for one in receivers)
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections import Counter
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
@@ -46,7 +47,7 @@ class Sender:
 
     Args:
         queue: legs before their handshake, and the rooms that this instance has used.
-        caps: what legs may hold; a single leg may exceed the tokens.
+        caps: what legs may hold.
     """
 
     def __init__(
@@ -97,28 +98,22 @@ class Sender:
             req.disagg_kv_sender.clear()
         forget_room(self._queue.kv_manager, req.bootstrap_room)
 
-    def is_leg(self, req: Any) -> bool:
-        return id(req) in self.legs
-
-    @property
-    def held_tokens(self) -> int:
-        """KV tokens that legs hold or are about to take; prompts as a whole, whatever of them the cache has."""
-        return sum(len(leg.req.origin_input_ids) for leg in self._holding())
-
-    def _holding(self) -> list[SendLeg]:
-        """Legs that were let start: the host gives such a metadata buffer first."""
+    def list_held(self) -> list[int]:
+        """KV tokens of each leg that holds some or is about to; prompts as a whole, whatever of them the cache has."""
         return [
-            leg
+            len(leg.req.origin_input_ids)
             for leg in self.legs.values()
-            if leg.state is not SendState.HANDSHAKE or leg.req.metadata_buffer_index >= 0
+            if leg.state is not SendState.HANDSHAKE or leg.req.metadata_buffer_index >= 0  # which the host gives first
         ]
 
-    def _may_start(self, req: Any) -> bool:
-        holding = self._holding()
-        if not holding:
-            return True
-        tokens = sum(len(leg.req.origin_input_ids) for leg in holding) + len(req.origin_input_ids)
-        return len(holding) < self._caps.requests and tokens <= self._caps.tokens
+    def state(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "legs": dict(Counter(leg.state.value for leg in self.legs.values())),
+            "kv_tokens": sum(self.list_held()),
+            "sent": self.sent,
+            "failed": self.failed,
+        }
 
     # -- around the host's choice of the next batch ----------------------------------------------------------------
 
@@ -127,11 +122,13 @@ class Sender:
         if not self.legs:
             self._chunk = None
             return
-        self._end_given_up_chunk()
         chunked = self._scheduler.chunked_req
-        self._chunk = None if chunked is None else self.legs.get(id(chunked))
-        if self._chunk is not None:
-            self._chunk.launched_tokens = min(extend_end(chunked) or 0, len(chunked.origin_input_ids))
+        chunk = self._chunk = self.legs.get(id(chunked))
+        if chunk is not None and chunk.given_up is not None:
+            self._end_chunk(chunk, chunk.given_up)
+            chunked = self._chunk = None
+        elif chunk is not None:
+            chunk.launched_tokens = min(extend_end(chunked) or 0, len(chunked.origin_input_ids))
         if last_batch is None or not last_batch.reqs or not last_batch.forward_mode.is_extend():
             return
         stay = [index for index, req in enumerate(last_batch.reqs) if id(req) not in self.legs or req is chunked]
@@ -224,7 +221,7 @@ class Sender:
     def _start(self, leg: SendLeg) -> None:
         """It enters the host's queue, unless this end holds its share of memory: then it waits on."""
         req = leg.req
-        if req.metadata_buffer_index < 0 and not self._may_start(req):
+        if req.metadata_buffer_index < 0 and not self._caps.has_room(self.list_held(), len(req.origin_input_ids)):
             return
         if not self._queue.ensure_metadata_buffer(req):
             return
@@ -273,8 +270,8 @@ class Sender:
         elif leg.state in (SendState.PREFILL, SendState.SENDING):
             self._leave(leg, reason)  # of the former the pass was over when an exception came
 
-    def abort(self, matches: Callable[[str], bool], fault: str | None = None) -> int:
-        """Client aborts: how many legs they meet. The host has dealt with its own queue already.
+    def abort(self, matches: Callable[[str], bool], fault: str | None = None) -> None:
+        """Client aborts. The host has dealt with its own queue already.
 
         Args:
             fault: it is no client's: what has befallen these legs. They end with 500.
@@ -284,9 +281,8 @@ class Sender:
         over = {SendState.LEAVING} if fault is not None else {SendState.QUEUED, SendState.LEAVING}
         ending = [leg for leg in met if leg.state not in over]
         self._faults.for_each(ending, lambda leg: self.give_up(leg, fault or ABORTED), "aborting a prefill part")
-        if self.is_leg(self._scheduler._pending_chunked_abort_req):
+        if id(self._scheduler._pending_chunked_abort_req) in self.legs:
             self._scheduler._pending_chunked_abort_req = None  # the host would free its pages under its transfer
-        return len(met)
 
     def expire(self, *, waiting_s: float, sending_s: float) -> None:
         """Legs whose handshake has taken since before ``waiting_s``, and whose transfer has since ``sending_s``.
@@ -308,15 +304,12 @@ class Sender:
         leg.req.disagg_kv_sender.abort()
         self._queue.kv_manager.failure_records[leg.req.bootstrap_room] = reason
 
-    def _end_given_up_chunk(self) -> None:
+    def _end_chunk(self, leg: SendLeg, reason: str) -> None:
         """Between two passes: no further chunk of a leg that was given up."""
-        chunked = self._scheduler.chunked_req
-        leg = None if chunked is None else self.legs.get(id(chunked))
-        if leg is not None and leg.given_up is not None:
-            self._scheduler.chunked_req = None
-            if leg.state is SendState.QUEUED:
-                leg.move(SendState.PREFILL)
-            self._leave(leg, leg.given_up)
+        self._scheduler.chunked_req = None
+        if leg.state is SendState.QUEUED:
+            leg.move(SendState.PREFILL)
+        self._leave(leg, reason)
 
     def _leave(self, leg: SendLeg, reason: str) -> None:
         """Answer now, free the pages when no worker reads them any more."""

@@ -98,7 +98,6 @@ class History:
         report = Report(
             instance=worker.view.name,
             sequence=step + 1,
-            clock_s=self.now_s * self.scale,
             received=worker.load._sent,
             backlog=Backlog(queued, tokens, tokens * tokens // max(1, queued), 0),
             prefill_age_s=rng.uniform(0, 1) * self.scale if queued else 0.0,

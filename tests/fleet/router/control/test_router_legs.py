@@ -67,7 +67,7 @@ async def test_legs_come_with_load_reports(tmp_path: Path) -> None:
         worker, pusher = one.plane.table.workers[0], Pusher(address)
         assert worker.description is not None
         name = worker.description.report_key
-        report = Report(instance=name, sequence=1, clock_s=1.0, legs=LegLoad.of_state(STATE))
+        report = Report(instance=name, sequence=1, legs=LegLoad.of_state(STATE))
         await one.until(lambda: pusher.send(report))
         await one.until(lambda: worker.legs == report.legs)
         assert lines_of(one) == SHOWN

@@ -80,7 +80,7 @@ def test_a_decode_is_named_before_its_prefill_and_arrives_after_it() -> None:
 
 def test_more_is_never_named_than_waits() -> None:
     """An instance that has lost a request no longer counts it, and the router has not heard of that."""
-    load = LoadTracker(InstanceView(0, "i0"), lost_s=2.0)
+    load = LoadTracker(InstanceView(0, "i0"))
     load.on_load(InstanceLoad(load_amounts(), received=0), 0.0)
     load.add_request(("lost", 1), named(120, 0.1))
     load.on_load(InstanceLoad(load_amounts(), received=1), 0.2)
@@ -110,7 +110,7 @@ def test_a_prefill_that_a_report_has_left_out_ends_without_a_change() -> None:
 
 
 def test_a_request_that_never_arrives_is_forgotten() -> None:
-    load = LoadTracker(InstanceView(0, "i0"), settle_s=0.05, lost_s=2.0)
+    load = LoadTracker(InstanceView(0, "i0"), settle_s=0.05)
     load.on_load(InstanceLoad(load_amounts(), received=0), 0.0)
     load.add_request(("lost", 1), prompt(100, 0.1))
     load.on_load(InstanceLoad(load_amounts(), received=0), 1.0)

@@ -349,7 +349,6 @@ def hear(one: Scene, worker: Worker, outputs: dict[str, int], sequence: int) -> 
     report = Report(
         instance=worker.view.name,
         sequence=sequence,
-        clock_s=0.0,
         received=worker.load._sent,
         running=len(rows),
         context_tokens=held,

@@ -205,7 +205,7 @@ async def test_an_instance_whose_hand_over_has_ended_gets_no_legs(tmp_path: Path
         if reports:
             pusher, said = Pusher(address), worker.description
             assert said is not None
-            report = Report(instance=said.report_key, sequence=1, clock_s=1.0, legs=LegLoad.of_state(state))
+            report = Report(instance=said.report_key, sequence=1, legs=LegLoad.of_state(state))
             with contextlib.closing(pusher):
                 await one.until(lambda: pusher.send(report))
         else:

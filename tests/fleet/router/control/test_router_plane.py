@@ -210,7 +210,6 @@ async def test_telemetry_makes_polls_needless_and_tells_of_restarts(tmp_path: Pa
         report = Report(
             instance=name,
             sequence=1,
-            clock_s=1.0,
             backlog=backlog,
             running=3,
             passes=passes,
@@ -232,11 +231,11 @@ async def test_telemetry_makes_polls_needless_and_tells_of_restarts(tmp_path: Pa
         assert line in one.admin("GET", "/metrics")[1]
         assert one.plane.policy.predictor is not None
         assert one.plane.policy.predictor.factor(worker.view) > 1  # five seconds for a thousand tokens
-        again = Report(instance=name, sequence=1, clock_s=0.1, started_s=99.0)
+        again = Report(instance=name, sequence=1, started_s=99.0)
         pusher.send(again)
         await one.until(lambda: worker.state is WorkerState.DEAD)
         assert worker.reason.value == "restarted"
-        pusher.send(Report(instance="somebody else", sequence=1, clock_s=0.1))
+        pusher.send(Report(instance="somebody else", sequence=1))
         await one.until(lambda: one.admin("GET", "/pla/state")[1]["telemetry"]["reports_of_nobody"] == 1)
         pusher.close()
 

@@ -117,7 +117,7 @@ def test_only_the_host_of_its_own_address_is_connected_to() -> None:
     assert decode.view.kind is InstanceKind.DECODE
     assert endpoints_of(decode) == ()
     ours = worker_at("127.0.0.1", 7, kv_events=described(6000))
-    ours.load.reports[0] = Report(instance="ours", sequence=1, clock_s=0.0)
+    ours.load.reports[0] = Report(instance="ours", sequence=1)
     assert endpoints_of(ours) == ()
 
 

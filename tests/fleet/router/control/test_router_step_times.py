@@ -58,7 +58,7 @@ class Fleet:
                 "decode_model": dataclasses.astuple(mixed_batch_model(steps)),
                 "fitted": FittedPasses(passes, passes, passes),
             }
-        report = Report(instance=worker.view.name, sequence=self.sequence, clock_s=self.now_s, **measured)
+        report = Report(instance=worker.view.name, sequence=self.sequence, **measured)
         hear_report(self.plane, report)
 
     def ask(self, rid: str, tokens: int) -> None:

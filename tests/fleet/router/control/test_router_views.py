@@ -121,8 +121,7 @@ def test_polled_loads_by_kind() -> None:
 
 def test_ranks_of_one_server_are_added_up() -> None:
     ranks = [
-        Report(instance="i", dp_rank=rank, dp_size=2, sequence=1, clock_s=0.0, backlog=Backlog(1, 10, 100, 2))
-        for rank in range(2)
+        Report(instance="i", dp_rank=rank, dp_size=2, sequence=1, backlog=Backlog(1, 10, 100, 2)) for rank in range(2)
     ]
     busy = [(3, 0.01, 0.4), (1, 0.03, 0.8)]
     reports = [

@@ -65,7 +65,7 @@ def test_polls_do_not_show_the_legs_of_a_stateless_instance() -> None:
     for worker in workers:
         worker.load.on_load(InstanceLoad(amounts=LoadAmounts()), 1.0)
     assert [health.needs_check(worker, 1.0) for worker in workers] == [False, True]
-    workers[1].load.on_report(telemetry.Report(instance="h:1", sequence=1, clock_s=0.0), 1.0)
+    workers[1].load.on_report(telemetry.Report(instance="h:1", sequence=1), 1.0)
     assert not health.needs_check(workers[1], 1.0)
 
 
@@ -241,12 +241,12 @@ def test_reports_that_could_be_of_two_instances_are_of_none() -> None:
         on_description=lambda _: None,
         on_aborted=lambda order, outcome: None,
     )
-    monitor.take_report(telemetry.Report(instance="h:1", sequence=1, clock_s=0.0, running=3))
+    monitor.take_report(telemetry.Report(instance="h:1", sequence=1, running=3))
     assert heard == [workers[0]]
     assert workers[0].view.running == 3
     third = table.add(Address("h", 3), 1.0)
     table.describe(third, twin, 1.0)
-    later = telemetry.Report(instance="h:1", sequence=1, started_s=9.0, clock_s=0.0)
+    later = telemetry.Report(instance="h:1", sequence=1, started_s=9.0)
     monitor.take_report(later)
     assert (heard, monitor.reports_of_nobody) == ([workers[0]], 1)
     assert "--pla-instance" in workers[0].detail
