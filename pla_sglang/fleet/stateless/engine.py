@@ -73,13 +73,8 @@ class StatelessEngine:
         self.connector = receiving.connector
         self.adapters = AdapterPlaces(scheduler)
         self.deferred = DeferredFree(agree, faults)
-        self.sender = Sender(
-            scheduler,
-            sending,
-            self.deferred,
-            faults=faults,
-            caps=Caps.of_share(scheduler, config.send_share),
-        )
+        send_caps, hold_caps = (Caps.of_share(scheduler, share) for share in (config.send_share, config.hold_share))
+        self.sender = Sender(scheduler, sending, self.deferred, faults=faults, caps=send_caps)
         self.receiver = Receiver(
             scheduler,
             receiving,
@@ -96,7 +91,7 @@ class StatelessEngine:
             faults=faults,
             agree=agree,
             list_waiting=self._list_waiting,
-            caps=Caps.of_share(scheduler, config.hold_share),
+            caps=hold_caps,
         )
         self.holder = self.migration.holder
         self.used_rooms = sending.rooms

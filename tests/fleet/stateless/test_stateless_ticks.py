@@ -60,4 +60,4 @@ def test_rooms_that_nobody_claims_are_forgotten_and_those_of_legs_and_holds_kept
     engine.now_s = lambda: 100.0 + KEPT_S
     engine.before_pass(running, None)
     assert engine.faults.count == 0
-    assert [sorted(getattr(engine._ends.sending.kv_manager, name)) for name in TABLES] == [[1, 2]] * 3
+    assert [sorted(getattr(engine._sending.kv_manager, name)) for name in TABLES] == [[1, 2]] * 3
