@@ -49,6 +49,17 @@ def test_an_answer_that_one_instance_more_spoils_is_not_monotone() -> None:
     assert (least.trial.instances, least.monotone) == (4, False)
 
 
+@pytest.mark.parametrize(("below", "found"), [(0, 19), (8, 19), (12, 7), (16, 7)])
+def test_a_smaller_fleet_that_does_better_than_larger_ones_is_found(below: int, found: int) -> None:
+    """From 5 it goes to 8, 12, 18 and 27; 7 keeps the target, 8 to 18 do not."""
+    search, runs = search_with({**dict.fromkeys(range(1, 19), 0.9), 7: 0.998})
+    least = search.find_least(5, 100, below=below)
+    assert least.trial is not None
+    assert (least.trial.instances, least.monotone) == (found, found != 7)
+    assert min(runs) >= 5, "nobody keeps it with fewer"
+    assert len(runs) == len(set(runs))
+
+
 def test_a_fleet_that_grew_proves_nothing() -> None:
     """DOPD's planner never has fewer than two instances."""
     run = lambda instances, prefills: Trial(instances, None, 1.0, 1.0, 1.0, started=max(2, instances))  # noqa: E731

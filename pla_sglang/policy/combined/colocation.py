@@ -7,10 +7,11 @@ until there were some.
 
 * Roles are introduced where they bear ``margin`` times what the colocated fleet does; as many prefill instances as are
   best then, those with the fewest decodes. From then on Arrow's flips adapt their number, by one at most.
-* They are also introduced where more than ``late_share`` of recent answers had tokens that came too late, and roles
-  would bear the present rate. So where prefills stop decodes: the closed forms are of steady traffic, and a burst of
-  prompts stops short answers for longer than they tolerate.
-* They are dropped where the colocated fleet bears as much; after late answers, once the rate is half of what it was.
+* They are also introduced where prefills stop decodes and a short answer outlasts few of them (``stalls``): a burst of
+  prompts then stops it for longer than it tolerates, which closed forms of steady traffic do not see. Only while roles
+  bear ``spare`` times the present rate, and most of a prompt is computed anew: with roles fewer prefixes are found.
+* They are dropped where the colocated fleet bears as much, and answers outlast twice as many prefills or the rate is
+  more than roles bear.
 * Between two changes there are at least ``rest_s``.
 
 Instances that are not stateless keep their roles.
@@ -26,7 +27,7 @@ from collections.abc import Sequence
 
 from pla_sglang.common.checks import Range, check_fields, knob, require_order
 from pla_sglang.policy.arrow.policy import ArrowPolicy
-from pla_sglang.policy.combined.forms import FleetShape, Traffic, bears_colocated, disaggregated_rps
+from pla_sglang.policy.combined.forms import FleetShape, Traffic, bears_colocated, disaggregated_rps, find_prompt_s
 from pla_sglang.policy.common.pools import PoolEvent, switch_role
 from pla_sglang.policy.interface.decisions import FleetAction
 from pla_sglang.policy.interface.fleet import FleetView, InstanceKind, InstanceView, RequestView, Role
@@ -44,10 +45,12 @@ class ColocationKnobs:
     memory: recent requests and answers that the traffic is averaged over.
     prior: so many of them does the usual chat count for, before there were any.
     refresh: answers between two looks at what a short answer is, a twentieth of ``memory``.
-    late_share: of answers, whose tokens came later than their target; half of what a fleet may miss that is to keep
-        nine of ten.
+    stalls: prefills that a short answer outlasts at least where the fleet is to do without roles. Of 32 prompts a
+        sixth more or less come by accident, and bursts bring more.
+    spare: see above; between it and 1 there is room for the rate to change.
 
-    Half and twice of all of them moved no share in target on five named workloads (bench/lab/docs/fleets.md).
+    Half and twice of the first six moved no share in target on five named workloads (bench/lab/docs/fleets.md), of the
+    others see ``combined`` in bench/lab/docs/rules.md.
     """
 
     margin: float = knob(1.15, allowed=Range(1))
@@ -56,17 +59,15 @@ class ColocationKnobs:
     memory: int = knob(500, allowed=Range(1))
     prior: int = knob(20, allowed=Range(1))
     refresh: int = knob(25, allowed=Range(1))
-    late_share: float = knob(0.05, allowed=Range(0, 1, above=True))
+    stalls: float = knob(32.0, allowed=Range(0))
+    spare: float = knob(1.5, allowed=Range(1))
 
     def __post_init__(self) -> None:
         check_fields(self, "unite")
         require_order("unite prior", self.prior, "memory", self.memory)
 
 
-# Answers until which a share of late ones counts less than it is. Where 2 % are late no roles are needed. 7 % of such
-# fleets get them by accident within 500 answers; with half of it 17 %, with twice as much 1 %. Where 20 % are late they
-# come after 14 answers; else after 9 and 29. If the first ones are all late, three are enough; else two and six.
-PROOF = 50
+RATE_MEMORY_S = 1.0  # at least, where changes need no rest
 SHORT_ANSWERS = 0.1  # quantile of recent answers that counts as a short one
 USUAL = Traffic(
     new_tokens=1024.0,
@@ -132,36 +133,29 @@ class TrafficMeter:
         )
 
 
-class LateAnswers:
-    """The share of recent answers whose tokens came later than their target, and how many requests come a second."""
+class RecentRate:
+    """Requests a second, where a request of ``memory_s`` ago counts for 1/e of one of now."""
 
-    def __init__(self, memory: int) -> None:
-        self.share = 0.0
-        self._memory, self._answers = memory, 0
-        self._first_s: dict[str, float] = {}  # of running requests
-        self._arrivals_s: deque[float] = deque(maxlen=memory)
-
-    @property
-    def rate_per_s(self) -> float:
-        """Returns the mean rate of recent requests; 0 while fewer than two came."""
-        arrivals_s = self._arrivals_s
-        span_s = arrivals_s[-1] - arrivals_s[0] if arrivals_s else 0.0
-        return (len(arrivals_s) - 1) / span_s if span_s > 0 else 0.0
+    def __init__(self, memory_s: float) -> None:
+        self._memory_s = memory_s
+        self._count = 0.0
+        self._begun_s = self._counted_s = math.nan
 
     def on_arrival(self, now_s: float) -> None:
-        self._arrivals_s.append(now_s)
+        if math.isnan(self._begun_s):
+            self._begun_s = self._counted_s = now_s
+        self._count = 1.0 + self._count * self._left(now_s - self._counted_s)
+        self._counted_s = now_s
 
-    def on_first_token(self, rid: str, now_s: float) -> None:
-        self._first_s[rid] = now_s
+    def per_s(self, now_s: float) -> float:
+        """Infinite until there is a span to tell it of."""
+        if not now_s > self._begun_s:
+            return math.inf
+        share_seen = 1 - self._left(now_s - self._begun_s)
+        return self._count * self._left(now_s - self._counted_s) / (self._memory_s * share_seen)
 
-    def on_finish(self, rid: str, output_tokens: int, target_s: float, now_s: float) -> None:
-        """Ended in any way. Answers of one token have no intervals."""
-        first_s = self._first_s.pop(rid, None)
-        if first_s is None or output_tokens < 2:
-            return
-        self._answers += 1
-        late = now_s - first_s > (output_tokens - 1) * target_s
-        self.share += (late - self.share) / max(PROOF, min(self._answers, self._memory))
+    def _left(self, span_s: float) -> float:
+        return math.exp(-span_s / self._memory_s)
 
 
 class ColocationMode:
@@ -180,23 +174,17 @@ class ColocationMode:
         self._arrow = arrow
         self._steps = steps
         self._mixes = mixes
-        self._late = LateAnswers(knobs.memory)
-        self._late_at_rps = math.inf  # the rate at which too many were late
+        self._rate = RecentRate(max(RATE_MEMORY_S, knobs.rest_s))
         self._changed_s = -math.inf
 
     def note(self, request: RequestView, now_s: float) -> None:
         """``request`` is being dispatched, in either form; assuming the largest cached prefix."""
-        self._late.on_arrival(now_s)
+        self._rate.on_arrival(now_s)
         history = min(max(request.cached.values(), default=0), request.input_tokens - 1)
         self.meter.on_request(request.input_tokens - history, history)
 
-    def on_first_token(self, request: RequestView, now_s: float) -> None:
-        self._late.on_first_token(request.rid, now_s)
-
-    def on_finish(self, request: RequestView, output_tokens: int, now_s: float) -> None:
+    def on_finish(self, output_tokens: int) -> None:
         self.meter.on_answer(output_tokens)
-        target_s = self._arrow.knobs.tpot_slo_s if request.tpot_slo_s is None else request.tpot_slo_s
-        self._late.on_finish(request.rid, output_tokens, target_s, now_s)
 
     def tick(self, fleet: FleetView, now_s: float) -> list[FleetAction]:
         """Role changes that the form requires."""
@@ -224,21 +212,24 @@ class ColocationMode:
         self._arrow.planned = prefills
         if now_s - self._changed_s < knobs.rest_s:
             return 0
-        rate_per_s, united = self._late.rate_per_s, self.mode is FleetMode.UNITED
-        margin = knobs.margin if united else 1.0
-        too_late = False
-        if united and not self._mixes:
-            too_late = self._late.share > knobs.late_share and with_roles_rps > margin * rate_per_s
-            self._late_at_rps = rate_per_s if too_late else math.inf
-        elif self._late_at_rps < math.inf:
-            too_late = rate_per_s > self._late_at_rps / 2
+        margin, stalls, spare = knobs.margin, knobs.stalls, knobs.spare
+        if self.mode is FleetMode.ROLES:
+            margin, stalls, spare = 1.0, 2 * stalls, 1.0
+        safer = self._stops_short_answers(steps, traffic, stalls) and with_roles_rps > spare * self._rate.per_s(now_s)
         wanted = FleetMode.UNITED
-        if prefills and (too_late or not bears_colocated(with_roles_rps / margin, steps, traffic, shape)):
+        if prefills and (safer or not bears_colocated(with_roles_rps / margin, steps, traffic, shape)):
             wanted = FleetMode.ROLES
         if wanted is self.mode:
             return 0
         self.mode, self._changed_s = wanted, now_s
         return prefills if wanted is FleetMode.ROLES else 0
+
+    def _stops_short_answers(self, steps: StepTimes, traffic: Traffic, stalls: float) -> bool:
+        """Tells whether so many prefills last longer than a short answer may, and most of a prompt is computed anew."""
+        if self._mixes or traffic.history_tokens > traffic.new_tokens:
+            return False
+        short_s = traffic.short_output_tokens * self._arrow.knobs.tpot_slo_s
+        return short_s < stalls * find_prompt_s(steps, traffic)
 
     @staticmethod
     def _give_roles(ready: Sequence[InstanceView], prefills: int) -> list[FleetAction]:

@@ -67,7 +67,7 @@ class FleetShape:
 
 def bears_colocated(rate_per_s: float, steps: StepTimes, traffic: Traffic, shape: FleetShape) -> bool:
     """True where the whole fleet bears so many requests a second without roles."""
-    each_per_s, prompt_s = rate_per_s / shape.instances, _prompt_s(steps, traffic)
+    each_per_s, prompt_s = rate_per_s / shape.instances, find_prompt_s(steps, traffic)
     if each_per_s * prompt_s > usable_share(shape.instances, prompt_s, shape.ttft_s, traffic.variation):
         return False
     interval_s = _settle_s(each_per_s, steps, traffic, shape)
@@ -120,7 +120,7 @@ def _prefill_s(prompts: float, steps: StepTimes, traffic: Traffic) -> float:
     return steps.prefill_s(*_amounts(prompts, traffic), max(1, round(prompts)))
 
 
-def _prompt_s(steps: StepTimes, traffic: Traffic) -> float:
+def find_prompt_s(steps: StepTimes, traffic: Traffic) -> float:
     """Prefill time of one prompt; short ones share a pass."""
     prompts = max(1.0, BATCHED_TOKENS / traffic.new_tokens)
     return _prefill_s(prompts, steps, traffic) / prompts
@@ -128,7 +128,7 @@ def _prompt_s(steps: StepTimes, traffic: Traffic) -> float:
 
 def disaggregated_rps(steps: StepTimes, traffic: Traffic, shape: FleetShape) -> tuple[float, int]:
     """Requests/s that the fleet bears with roles, and the number of prefill instances then; (0, 0): none."""
-    prompt_s, decode_rps = _prompt_s(steps, traffic), decode_instance_rps(steps, traffic, shape)
+    prompt_s, decode_rps = find_prompt_s(steps, traffic), decode_instance_rps(steps, traffic, shape)
 
     def rate_per_s(prefills: int) -> float:
         usable = usable_share(prefills, prompt_s, shape.ttft_s, traffic.variation)

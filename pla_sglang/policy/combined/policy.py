@@ -405,8 +405,6 @@ class CombinedPolicy(Observer):
 
     def on_first_token(self, request: RequestView, instance: InstanceView, now_s: float) -> None:
         self.parts.arrow.on_first_token(request, instance, now_s)
-        if self.parts.unite is not None:
-            self.parts.unite.on_first_token(request, now_s)
         self._forget_prefill(request)
 
     def on_token_interval(self, instance: InstanceView, interval_s: float, now_s: float) -> None:
@@ -417,7 +415,7 @@ class CombinedPolicy(Observer):
         if self.parts.in_place is not None:
             self.parts.in_place.on_answer(output_tokens)
         if self.parts.unite is not None:
-            self.parts.unite.on_finish(request, output_tokens, now_s)
+            self.parts.unite.on_finish(output_tokens)
         self._forget_prefill(request)
         for part in self.parts.observers():
             part.on_finish(request, output_tokens, now_s)

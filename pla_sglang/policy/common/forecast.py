@@ -102,7 +102,7 @@ def level_for(values: Collection[float], share: float) -> float:
             return missing / left
         missing -= value
         left -= 1
-    return 0.0
+    return max(values, default=0.0)  # all is to be served, and rounding has left some of it
 
 
 @dataclasses.dataclass(frozen=True)

@@ -29,6 +29,7 @@ from pla_sglang.sim.planning.words import describe_error, describe_problem, desc
 from pla_sglang.sim.workload.trace import Trace
 
 HIGH_TIMES = 4  # as many instances: what so large a fleet does not keep, it misses for another reason than its size
+BELOW = 16  # numbers of instances under an answer that are run too; as many as splits of a number (``search.py``)
 MARGIN_MOST = 8.0  # times the rate: where the search for the knee ends
 Tell = Callable[[str], None]  # what is under way
 
@@ -112,7 +113,7 @@ def plan_form(form: FleetForm, trace: Trace, *, task: PlanTask, tell: Tell | Non
     search = SizeSearch(run, target=task.target, split=form.split)
     try:
         start = least_possible(experiment, profile, trace=trace, task=task)
-        least = search.find_least(start, task.instances_most)
+        least = search.find_least(start, task.instances_most, below=BELOW)
         if least.trial is None:
             return dataclasses.replace(row, problem=describe_too_few(search, task), sizes=list_sizes(search))
         knee = find_knee(form, least.trial, trace=trace, task=task, tell=tell)

@@ -1,9 +1,10 @@
 """The least number of instances that keeps a target, and the best split of them: which runs to make, nothing else.
 
 Attainment is taken to rise with the number of instances, and checked where it matters: the answer's neighbours on both
-sides are run. Of a split fleet, TTFT suffers where prefill instances are too few and TPOT where decode instances are;
-so a search walks from split to split while the same phase is the worse one. Before a number is given as too small,
-every split of it is run (the ``SPLITS_MOST`` nearest to the best one known).
+sides are run, and on request numbers further below, as a policy may do better with fewer. Of a split fleet, TTFT
+suffers where prefill instances are too few and TPOT where decode instances are; so a search walks from split to split
+while the same phase is the worse one. Before a number is given as too small, every split of it is run (the
+``SPLITS_MOST`` nearest to the best one known).
 """
 
 from __future__ import annotations
@@ -75,8 +76,11 @@ class SizeSearch:
         self._share = 0.5  # of prefill instances, in the best split known
         self.trials: dict[tuple[int, int | None], Trial] = {}
 
-    def find_least(self, start: int, most: int) -> Least:
-        """From ``start`` upwards, and downwards where that is enough."""
+    def find_least(self, start: int, most: int, *, below: int = 0) -> Least:
+        """From ``start`` upwards, and downwards where that is enough.
+
+        ``below``: so many numbers under the answer are run, down to ``start``, though one in between was too few.
+        """
         failed, held = 0, min(start, most)
         while not self.keeps(held):
             if held == most:
@@ -88,9 +92,14 @@ class SizeSearch:
             while held - failed > 1:
                 middle = (held + failed) // 2
                 failed, held = (failed, middle) if self.keeps(middle) else (middle, held)
-            if not failed or not self._any_split_keeps(failed):
+            fewer = (
+                failed
+                if failed and self._any_split_keeps(failed)
+                else self._any_fewer(failed, max(start, held - below))
+            )
+            if not fewer:
                 break
-            held, failed = failed, 0 if failed == 1 else self._highest_failed_below(failed)
+            held, failed = fewer, self._highest_failed_below(fewer)
         return Least(
             self.best_of(held),
             self._best_known(failed) if failed else None,
@@ -134,6 +143,10 @@ class SizeSearch:
     def _highest_failed_below(self, instances: int) -> int:
         """The highest number below ``instances`` that was run and failed; 0: none."""
         return max((count for count, _ in self.trials if count < instances and not self.keeps(count)), default=0)
+
+    def _any_fewer(self, failed: int, least: int) -> int:
+        """The highest number below ``failed``, from ``least``, that keeps the target; 0: none."""
+        return next((count for count in range(failed - 1, least - 1, -1) if self.keeps(count)), 0)
 
     def _any_split_keeps(self, instances: int) -> bool:
         """Runs the splits that the search has passed over, until one keeps the target."""

@@ -8,8 +8,8 @@ The device is two H100s with a 70B model whose mixed passes take 30 ms at least,
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
-import statistics
 
 import pytest
 from hypothesis import given, settings
@@ -18,7 +18,7 @@ from support.combined import arrow, combined, cost, mode
 from support.fleets import apply, decode, fleet, mixed, prefill, request
 
 from pla_sglang.common.errors import ConfigError
-from pla_sglang.policy.combined.colocation import ColocationKnobs, ColocationMode, FleetMode, LateAnswers, TrafficMeter
+from pla_sglang.policy.combined.colocation import ColocationKnobs, ColocationMode, FleetMode, RecentRate, TrafficMeter
 from pla_sglang.policy.combined.forms import FleetShape, disaggregated_rps
 from pla_sglang.policy.interface.decisions import SetRole
 from pla_sglang.policy.interface.fleet import FleetView, InstanceKind, InstanceView, Role
@@ -245,96 +245,88 @@ def test_a_constant_load_changes_the_form_at_most_once(prompt: int, answer: int,
     assert changes <= 1
 
 
-# -- which instances --------------------------------------------------------------------------------------------------
+# -- short answers that prefills stop ---------------------------------------------------------------------------------
+
+SMALL = load_profile("h100-llama3.1-8b-tp1")
+SHORT, LONGER = (2000, 12), (2000, 30)  # at 100 ms a token an answer lasts 27 prefills, 68; roles bear 158 a second
 
 
-# -- answers that are late --------------------------------------------------------------------------------------------
+def separate(**knobs: float) -> ColocationMode:
+    """Its engines make no mixed batches. Either form bears as much."""
+    return mode(SMALL, arrow(3.0, 0.1), **{"mixes": False, "rest_s": 10.0, **knobs})  # type: ignore[arg-type]
 
-LATE_S, IN_TIME_S = 0.030, 0.020  # between two tokens, at a target of 28 ms
 
-
-def serve(policy: ColocationMode, view: FleetView, now_s: float, *, late: float, rate_per_s: float = 10.0) -> None:
-    """Sixty requests, of which so large a share is late; one tick behind them."""
-    for number in range(60):
-        at_s = now_s + number / rate_per_s
-        ask = request(UNITED[0])
-        policy.note(ask, at_s)
-        policy.on_first_token(ask, at_s)
-        tokens = UNITED[1]
-        gap_s = LATE_S if number % 20 < 20 * late else IN_TIME_S
-        policy.on_finish(ask, tokens, at_s + (tokens - 1) * gap_s)
-    step(policy, view, now_s + 60 / rate_per_s)
+def serve(
+    policy: ColocationMode, view: FleetView, now_s: float, traffic: tuple[int, int], rate_per_s: float, cached: int = 0
+) -> FleetMode:
+    """What comes in ten seconds, and one tick behind it: the form then."""
+    for number in range(round(10 * rate_per_s)):
+        policy.note(request(traffic[0], cached={0: cached}), now_s + number / rate_per_s)
+        policy.on_finish(traffic[1])
+    step(policy, view, now_s + 10.0)
+    return policy.mode
 
 
 @pytest.mark.parametrize(
-    ("why", "mixes", "late", "rate_per_s", "expected"),
+    ("why", "mixes", "traffic", "cached", "rate_per_s", "expected"),
     [
-        ("none is late", False, 0.0, 1.0, FleetMode.UNITED),
-        ("one of twenty: as many as a target leaves", False, 0.05, 1.0, FleetMode.UNITED),
-        ("one of five is late", False, 0.2, 1.0, FleetMode.ROLES),
-        ("mixed batches bound what a prefill stops", True, 0.2, 1.0, FleetMode.UNITED),
-        ("roles would not bear the rate", False, 0.2, 1000.0, FleetMode.UNITED),
+        ("a burst of prefills would stop short answers", False, SHORT, 0, 20.0, FleetMode.ROLES),
+        ("they outlast more than a burst", False, LONGER, 0, 20.0, FleetMode.UNITED),
+        ("mixed batches bound what a prefill stops", True, SHORT, 0, 20.0, FleetMode.UNITED),
+        ("prompts are mostly in the cache", False, (4200, 12), 2200, 20.0, FleetMode.UNITED),
+        ("roles would not bear half as much again", False, SHORT, 0, 120.0, FleetMode.UNITED),
     ],
 )
-def test_late_answers_give_roles_where_prefills_stop_decodes(
-    why: str, mixes: bool, late: float, rate_per_s: float, expected: FleetMode
+def test_roles_protect_short_answers_where_they_bear_the_load(
+    why: str, mixes: bool, traffic: tuple[int, int], cached: int, rate_per_s: float, expected: FleetMode
 ) -> None:
-    policy, view = mode(GRAPHS, arrow(*TARGETS_S), mixes=mixes, memory=500, rest_s=10.0), eight()
-    serve(policy, view, 0.0, late=late, rate_per_s=rate_per_s)
-    assert policy.mode is expected, why
+    policy = separate(mixes=mixes)
+    assert serve(policy, eight(), 0.0, traffic, rate_per_s, cached) is expected, why
 
 
-def test_roles_after_late_answers_last_until_the_rate_is_half_of_what_it_was() -> None:
-    policy, view = mode(GRAPHS, arrow(*TARGETS_S), mixes=False, memory=50, rest_s=10.0), eight()
-    serve(policy, view, 0.0, late=0.2, rate_per_s=2.0)
-    assert policy.mode is FleetMode.ROLES
-    serve(policy, view, 100.0, late=0.0, rate_per_s=1.5)
-    assert policy.mode is FleetMode.ROLES, "in time because of them"
-    serve(policy, view, 200.0, late=0.0, rate_per_s=0.8)
-    assert policy.mode is FleetMode.UNITED
+def test_such_roles_last_until_answers_are_much_longer_or_the_load_is_more_than_they_bear() -> None:
+    for traffic, rate_per_s, expected in (
+        (SHORT, 150.0, FleetMode.ROLES),
+        ((2000, 25), 20.0, FleetMode.ROLES),
+        ((2000, 300), 20.0, FleetMode.UNITED),
+        (SHORT, 400.0, FleetMode.UNITED),
+    ):
+        policy, view = separate(), eight()
+        assert serve(policy, view, 0.0, SHORT, 20.0) is FleetMode.ROLES
+        assert serve(policy, view, 30.0, traffic, rate_per_s) is expected
 
 
-@pytest.mark.parametrize(("late_share", "most"), [(0.025, 0.0), (0.05, 0.05), (0.1, 0.1)])
-def test_half_and_twice_the_share_allow_half_and_twice_as_many_late_answers(late_share: float, most: float) -> None:
-    for late in (0.0, 0.05, 0.1, 0.2):
-        policy, view = mode(GRAPHS, arrow(*TARGETS_S), mixes=False, memory=500, late_share=late_share), eight()
-        serve(policy, view, 0.0, late=late, rate_per_s=1.0)
-        assert (policy.mode is FleetMode.UNITED) is (late <= most), late
+def test_a_burst_is_no_reason_to_drop_them() -> None:
+    """Ten times the load for two seconds, by a rate over a minute."""
+    policy, view = separate(rest_s=60.0), eight()
+    assert serve(policy, view, 0.0, SHORT, 20.0) is FleetMode.ROLES
+    for number in range(400):
+        policy.note(request(SHORT[0]), 70.0 + number / 200)
+    assert not step(policy, view, 72.0)
 
 
-def answers_until_roles(late: float, seed: int) -> int:
-    """How many end, of which this share is late, until more than 5 % seem to be; 500 where that never comes."""
-    rng, answers = random.Random(seed), LateAnswers(memory=500)
-    for number in range(1, 500):
-        answers.on_first_token("r", 0.0)
-        answers.on_finish("r", 2, 1.0, 2.0 if rng.random() < late else 0.5)
-        if answers.share > 0.05:
-            return number
-    return 500
+@pytest.mark.parametrize(("stalls", "longest"), [(16.0, 7), (32.0, 14), (64.0, 28)])
+def test_half_and_twice_the_prefills_that_answers_are_to_outlast(stalls: float, longest: int) -> None:
+    for answer, expected in ((longest, FleetMode.ROLES), (longest + 1, FleetMode.UNITED)):
+        assert serve(separate(stalls=stalls), eight(), 0.0, (2000, answer), 20.0) is expected
 
 
-@pytest.mark.parametrize(
-    ("proof", "accidents", "usual", "least"), [(25, 0.17, 9, 2), (50, 0.07, 14, 3), (100, 0.01, 29, 6)]
-)
-def test_half_and_twice_the_proof_of_late_answers(
-    proof: int, accidents: float, usual: int, least: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """More of it gives roles later where they are needed, and less often where they are not."""
-    monkeypatch.setattr("pla_sglang.policy.combined.colocation.PROOF", proof)
-    harmless = [answers_until_roles(0.02, seed) < 500 for seed in range(400)]
-    assert sum(harmless) / 400 == pytest.approx(accidents, abs=0.02)
-    assert statistics.median(answers_until_roles(0.2, seed) for seed in range(200)) == pytest.approx(usual, abs=1)
-    assert answers_until_roles(1.0, 0) == least
+@pytest.mark.parametrize(("spare", "most"), [(1.0, 158), (1.5, 105), (3.0, 52)])
+def test_half_and_twice_of_what_roles_bear_beyond_the_load(spare: float, most: int) -> None:
+    for rate_per_s, expected in ((most - 3, FleetMode.ROLES), (most + 3, FleetMode.UNITED)):
+        assert serve(separate(spare=spare), eight(), 0.0, SHORT, rate_per_s) is expected
 
 
-def test_a_request_that_ended_without_a_second_token_says_nothing() -> None:
-    policy = mode(GRAPHS, arrow(*TARGETS_S), mixes=False, memory=500)
-    ask = request(100)
-    policy.on_finish(ask, 0, 1.0)
-    policy.on_first_token(ask, 1.0)
-    policy.on_finish(ask, 1, 100.0)
-    policy.on_finish(ask, 5, 200.0)
-    assert policy._late.share == 0.0
+def test_a_rate_is_of_all_requests_and_more_so_of_the_recent_ones() -> None:
+    rate = RecentRate(10.0)
+    assert rate.per_s(0.0) == math.inf
+    for number in range(1000):
+        rate.on_arrival(number / 10)
+    assert rate.per_s(100.0) == pytest.approx(10.0, rel=0.01)
+    assert rate.per_s(110.0) == pytest.approx(10.0 / math.e, rel=0.01)
+    for number in range(200):
+        rate.on_arrival(110.0 + number / 20)
+    assert rate.per_s(120.0) == pytest.approx(10.0 / math.e**2 + 20.0 * (1 - 1 / math.e), rel=0.02)
 
 
 def test_those_with_the_fewest_decodes_prefill_and_old_work_is_finished() -> None:
@@ -441,7 +433,8 @@ def test_the_combination_dispatches_by_cost_while_united_and_by_roles_otherwise(
         {"prior": 0},
         {"prior": 501},
         {"refresh": 0},
-        {"late_share": 0.0},
+        {"stalls": -1.0},
+        {"spare": 0.9},
     ],
     ids=str,
 )
