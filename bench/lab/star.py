@@ -47,6 +47,7 @@ from pla_sglang.common.errors import ConfigError
 from pla_sglang.profiles.load import load_profile
 from pla_sglang.sim.core.engine_knobs import EngineKnobs
 from pla_sglang.sim.core.experiment import Experiment, run_experiment
+from pla_sglang.sim.core.host import HostKnobs
 from pla_sglang.sim.metrics.goodput import Slo, quantile
 from pla_sglang.sim.workload import Arrivals, Trace, generated_trace, length_model
 from pla_sglang.testing.server import fetch
@@ -73,8 +74,8 @@ ARMS = (NONE, CURRENT, SURVIVAL, ORACLE)
 LENGTHS = {NONE: "none", CURRENT: "none", SURVIVAL: "survival", ORACLE: "stated"}  # --lengths of the router
 SIM_LENGTHS = LENGTHS | {ORACLE: "oracle"}
 RATE_STEP = 1.07  # of a ladder from 1 request/s on, times ``scale_of``
-# Of 4 engines with lengths and caches divided by 8. Simulated: at 2/s the split throws 16, 8, 13 and 5 of 500 requests
-# out without moves (seeds 0 to 3) and none with them; at 2.5/s 22 and 15 (seed 0); united 16 and 17 at 3/s.
+# Of 4 engines with lengths and caches divided by 8. Simulated: at 2/s the split throws 17, 8, 12 and 8 of 500 requests
+# out without moves and 4, 0, 0 and 0 with them (seeds 0 to 3); at 2.5/s 21 and 14 (seed 0); united 15 and 10 at 3/s.
 SPLIT_RPS, MOST_RPS, TARGET_OOM = 2.0, 3.0, 20
 START_S, DRAIN_S = 60.0, 60.0  # of real time
 Options = argparse.Namespace
@@ -139,6 +140,7 @@ def simulate(arm: Arm, trace: Trace, options: Options) -> Row:
         bandwidth_bytes_per_s=options.kv_gbps * 1e9 / 8,
         output_limit_tokens=limit_of(options),
         migrates=arm.moves != NONE,
+        host=HostKnobs(overlap=True, room_first=arm.layout == SPLIT),  # else room is awaited after the first token
         limits=EngineKnobs(
             growth_start=min(1.0, options.reserve * EngineKnobs.growth_start),
             growth_least=min(1.0, options.reserve * EngineKnobs.growth_least),

@@ -194,9 +194,12 @@ def test_the_split_needs_no_search(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_simulated_fleet_runs_full_without_moves_only() -> None:
     options = BENCHES["star"].parse("--requests", "300", "--seed", "1")
-    trace = bench.make_trace(options, 2.6, 1)
+    trace = bench.make_trace(options, 2.3, 1)
     assert (trace.output_tokens.max(), bench.limit_of(options)) == (32_675 // 8, 4097)
     rows = {arm: bench.simulate(Arm("split", arm), trace, options) for arm in ("none", "current")}
     assert rows["none"]["moves"] == 0
     assert rows["current"]["moves"] > 10
     assert rows["none"]["oom"] > rows["current"]["oom"]
+    assert 25 > rows["none"]["p99_tpot_ms"] > rows["current"]["p99_tpot_ms"], (
+        "nobody waits for room after a first token"
+    )
