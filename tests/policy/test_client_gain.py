@@ -11,6 +11,7 @@ from support.fleets import LinearSteps, decode, fleet, request
 
 from pla_sglang.common.errors import ConfigError
 from pla_sglang.policy.baselines.migration import LoadMigration
+from pla_sglang.policy.combined.policy import CombinedPolicy
 from pla_sglang.policy.common.client_gain import ClientGain, ClientGainKnobs, DecodeLoad
 from pla_sglang.policy.interface.decisions import Migrate
 from pla_sglang.policy.interface.fleet import DecodeBatch, FleetView
@@ -38,26 +39,15 @@ def test_a_long_rest_pays_and_a_short_one_does_not() -> None:
     assert pays([2000.0, 2000.0], [least + 0.01, least - 0.01]) == [True, False]
 
 
+def test_what_prefills_add_to_an_interval_is_no_gain() -> None:
+    """A step of the source takes 31 ms, its tokens come every 100 or 500."""
+    least = (0.05 + 2000e-5) / (0.031 - 0.0132)
+    for interval_s in (0.031, 0.1, 0.5):
+        assert pays([2000.0, 2000.0], [least + 0.01, least - 0.01], interval_s) == [True, False]
+
+
 def test_nothing_pays_at_a_target_that_is_no_faster() -> None:
     assert pays([2000.0], [1e6], target=DecodeLoad(10, 20_000)) == [False]
-
-
-def test_what_a_move_throws_out_is_paid_for_by_each_token() -> None:
-    """A token saves 17.2 ms of 31, at 30 ms measured 16.7 ms; at 4 us a KV token, 2,000 of them cost 8 ms of that."""
-    saved_s = 0.03 * (1 - (0.010 + 2e-4 + 3e-3) / (0.010 + 0.001 + 0.020))
-    pause_s = 0.05 + 2000e-5
-    for price_s in (1e-6, 4e-6):
-        least, priced = pause_s / (saved_s - 2000 * price_s), dataclasses.replace(LIGHT, price_s=price_s)
-        assert pays([2000.0, 2000.0], [least + 0.01, least - 0.01], target=priced) == [True, False]
-    dear = dataclasses.replace(LIGHT, price_s=1.001 * saved_s / 2000)
-    assert pays([2000.0], [1e6], target=dear) == [False], "however long it still runs"
-    assert pays([1000.0], [1e6], target=dear) == [True], "a smaller one pays less"
-
-
-def test_each_target_has_its_own_price() -> None:
-    dear = dataclasses.replace(LIGHT, price_s=math.inf)
-    found = GAIN.pays(HEAVY, [dear, LIGHT], np.array([2000.0]), np.array([1e6]), interval_s=0.03)
-    assert found[:, 0].tolist() == [False, True]
 
 
 def test_a_profile_that_is_off_by_a_factor_decides_alike() -> None:
@@ -177,19 +167,6 @@ def test_star_moves_the_one_whose_client_gains() -> None:
     assert (free.rid, bound.rid) == ("a", "b")
 
 
-def test_star_asks_what_kv_cache_costs_on_each_target() -> None:
-    """On i1, where the source would move to; at the time of the tick."""
-    for free_at_s, reason in ((7.0, R.STAR_MIGRATE), (8.0, R.STAR_NO_CANDIDATE)):
-        free = ("i1", free_at_s)
-        made = StarRescheduler(
-            StarKnobs(horizon=HorizonKnobs(steps=40, points=8, half_life_steps=20.0)),
-            client=ClientGain(dataclasses.replace(KNOBS, base_s=0.5), LinearSteps()),
-            price=lambda instance, now_s, free=free: 0.0 if (instance.name, now_s) == free else 1.0,
-        )
-        (action,) = made.tick(view_of(SOURCE, batch()), 7.0)
-        assert action.reason is reason
-
-
 def test_star_moves_nothing_where_no_client_gains() -> None:
     (action,) = star(ClientGain(dataclasses.replace(KNOBS, base_s=60.0), LinearSteps())).tick(
         view_of(SOURCE, batch()), 0.0
@@ -205,6 +182,17 @@ def test_a_full_cache_is_left_whether_the_client_gains_or_not() -> None:
     assert isinstance(action, Migrate)
     (by_load,) = LoadMigration(client=never).tick(view, 0.0)
     assert isinstance(by_load, Migrate)
+
+
+def test_the_combination_moves_for_room_alone() -> None:
+    """However much lighter another instance is."""
+    setup = Setup(LinearSteps(), 50_000, ttft_slo_s=2.0, tpot_slo_s=0.1, instances=2, stateless=True, move_gain=1.0)
+    for room, moved in ((400_000, False), (41_000, True)):
+        (policy,) = build("combined", setup).controllers
+        assert isinstance(policy, CombinedPolicy)
+        assert policy.parts.star is not None
+        (action,) = policy.parts.star.tick(view_of(SOURCE, batch(), room=room), 0.0)
+        assert isinstance(action, Migrate) is moved
 
 
 def test_migration_by_load_asks_for_the_clients_gain_too() -> None:

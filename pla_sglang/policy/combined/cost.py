@@ -128,15 +128,6 @@ class InstanceCost:
         if self.backlog is not None:
             self.backlog.remove(request)
 
-    def price_s(self, instance: InstanceView, now_s: float) -> float:
-        """By how much each coming token of an answer must be faster there, for each KV token that moves there with it:
-        then the decode term gains what is lost by what that throws out of the cache."""
-        knobs, targets = self.knobs, self._arrow.knobs
-        if not knobs.decode_weight:
-            return math.inf
-        lost = (1 + knobs.work_weight) * self._eviction.token_s(instance, now_s) / targets.ttft_slo_s
-        return lost / knobs.decode_weight * self._spare_s(self._alone_s(0, instance))
-
     def predict_ttft_s(self, request: RequestView, instance: InstanceView) -> float:
         """From now until the first token; of the request that was chosen for last, from its choice."""
         if request is self._chosen_for and (known_s := self._predicted_s.get(instance.index)) is not None:

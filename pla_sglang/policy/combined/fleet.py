@@ -65,7 +65,7 @@ def _combined(setup: Setup, *, scaling: bool = False, unite: bool = True) -> Bui
         local=DopdDispatcher(local, arrow.predictor),
         spatial=SpatialDispatcher(SpatialKnobs(setup.ttft_slo_s, spill_at=1.0), arrow.predictor, boundary),
         pressure=PressureController(PressureKnobs(setup.ttft_slo_s), arrow.predictor),
-        star=make_star(setup, price=None if cost is None else cost.price_s) if setup.migrates else None,
+        star=make_star(setup, balance=False) if setup.migrates else None,
         planner=make_dopd(setup) if scaling and setup.planner == NO_PLANNER else None,
         unite=_mode(setup, arrow) if unite else None,
         cost=cost,

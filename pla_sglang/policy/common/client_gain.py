@@ -1,14 +1,13 @@
 """A request moves only where its client gains by it (beyond STAR, whose objective is the balance of instances).
 
     pause_s = base_s + tokens * s_per_token
-    gain_s  = remaining * interval_s * (1 - step(target, the request with it) / step(source))
+    gain_s  = remaining * least(interval_s, step(source)) * (1 - step(target, the request with it) / step(source))
 
-    loss_s  = remaining * tokens * price_s(target)
-
-A move pays where ``gain_s > factor * pause_s + loss_s``, or where the cache of the source will be full before the
+A move pays where ``gain_s > factor * pause_s``, or where the cache of the source will be full before the
 request's end: then somebody there is retracted, and computed again. ``interval_s`` is the measured token interval of
-the source, and the steps are predicted at the loads of now. A profile that is off by the same factor for both changes
-nothing; where instances differ, each has its own step times.
+the source, and the steps are predicted at the loads of now. Prefills make an interval longer than a step; the target
+has prefills of its own, so that part is no gain. A profile that is too slow by the same factor for both changes
+nothing, one that is too fast leaves moves out; where instances differ, each has its own step times.
 
 An answer whose ``remaining`` tokens are not known is taken to be like recent ones. Of an answer that is under way at
 some time as much is left, on average, as it has got: by the renewal theorem
@@ -55,14 +54,12 @@ class ClientGainKnobs:
 class DecodeLoad:
     """What decodes on an instance now: requests and their KV tokens.
 
-    ``steps``: its step times; None: those of the fleet. ``price_s``: by how much each coming token of an answer must be
-    faster there, for each KV token that comes with it.
+    ``steps``: its step times; None: those of the fleet.
     """
 
     requests: int
     tokens: float
     steps: StepTimes | None = None
-    price_s: float = 0.0
 
 
 class ClientGain:
@@ -111,10 +108,8 @@ class ClientGain:
         """
         own_s = (source.steps or self._steps).decode_s(max(1, source.requests), source.tokens)
         relative = np.stack([self._steps_with(target, tokens) for target in targets]) / max(own_s, 1e-9)
-        gain_s = remaining * interval_s * (1.0 - relative)
-        prices_s = np.array([target.price_s for target in targets])
-        least_s = self.knobs.factor * self.pause_s(tokens)[None, :] + prices_s[:, None] * (remaining * tokens)[None, :]
-        return np.asarray(gain_s > least_s, dtype=np.bool_)
+        gain_s = remaining * min(interval_s, own_s) * (1.0 - relative)
+        return np.asarray(gain_s > self.knobs.factor * self.pause_s(tokens)[None, :], dtype=np.bool_)
 
     def pays_for_batch(
         self, source: DecodeLoad, target: DecodeLoad, batch: DecodeBatch, *, unknown_tokens: int, interval_s: float

@@ -47,6 +47,8 @@ PLANNER_NAMES = (NO_PLANNER, "dopd", "threshold", "sla")  # made by ``policy/pla
 DEFAULT_FORECASTER = "judged"  # of planners: none of those it asks needs less everywhere, docs/benchmarks/planning.md
 PAPER_FORECASTER = "arima"  # DOPD's
 
+NO_GAIN = 1e9  # pauses: more than any lighter step gains
+
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
@@ -152,11 +154,14 @@ class Setup:
         prefills = max(1, self.instances // 2) if self.prefills is None else self.prefills
         return split_roles(self.instances, prefills)
 
-    def client_gain(self) -> ClientGain | None:
-        """What policies that move requests ask; None: the client's gain does not count."""
+    def client_gain(self, *, balance: bool = True) -> ClientGain | None:
+        """What policies that move requests ask; None: the client's gain does not count. ``balance`` False: no client
+        gains by lighter steps.
+        """
         if self.move_gain == 0:
             return None
-        return ClientGain(ClientGainKnobs(factor=self.move_gain, base_s=self.move_pause_s), self.steps)
+        factor = self.move_gain if balance else NO_GAIN
+        return ClientGain(ClientGainKnobs(factor=factor, base_s=self.move_pause_s), self.steps)
 
     def make_forecaster(self, default: str = DEFAULT_FORECASTER) -> Callable[[], Forecaster]:
         """Raises ConfigError for a name that is not known."""

@@ -7,14 +7,16 @@ from collections.abc import Mapping
 from pla_sglang.policy.common.dispatch import least_tokens
 from pla_sglang.policy.common.fleet_policy import Built, FleetPolicy, Setup
 from pla_sglang.policy.star.horizon import HorizonKnobs
-from pla_sglang.policy.star.policy import Price, StarKnobs, StarRescheduler
+from pla_sglang.policy.star.policy import StarKnobs, StarRescheduler
 from pla_sglang.policy.star.select import SelectKnobs
 
 KNOBS: Mapping[str, tuple[type, ...]] = {"star": (StarKnobs, SelectKnobs, HorizonKnobs)}
 
 
-def make_controller(setup: Setup, *, predict: bool = True, price: Price | None = None) -> StarRescheduler:
-    """``predict``: by a horizon, not by the present load alone; ``price``: as of ``StarRescheduler``."""
+def make_controller(setup: Setup, *, predict: bool = True, balance: bool = True) -> StarRescheduler:
+    """``predict``: by a horizon, not by the present load alone. Without ``balance`` a request moves only where the
+    cache of its instance will be full before its end.
+    """
     knobs = StarKnobs(
         setup.tune("star", HorizonKnobs() if predict else HorizonKnobs(steps=0)),
         setup.tune("star", SelectKnobs(migrate_base_s=setup.move_pause_s)),
@@ -22,7 +24,7 @@ def make_controller(setup: Setup, *, predict: bool = True, price: Price | None =
         rest_s=setup.move_rest_s,
     )
     knobs = setup.tune("star", knobs)
-    return StarRescheduler(knobs, setup.client_gain(), price)
+    return StarRescheduler(knobs, setup.client_gain(balance=balance))
 
 
 def _make(setup: Setup, *, predict: bool = True) -> Built:

@@ -8,7 +8,6 @@ request that has been moved rests for ``rest_s``, so that a wrong prediction can
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 
 import numpy as np
 
@@ -19,8 +18,6 @@ from pla_sglang.policy.interface.fleet import DecodeBatch, FleetView, InstanceVi
 from pla_sglang.policy.interface.reasons import FleetReason
 from pla_sglang.policy.star.horizon import Horizon, HorizonKnobs, Summary, summaries, summarise
 from pla_sglang.policy.star.select import DecodeInstance, Move, MoveChoice, SelectKnobs, best_move
-
-Price = Callable[[InstanceView, float], float]  # of an instance at a time, as ``DecodeLoad.price_s``
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +47,6 @@ class StarRescheduler(Observer):
     Args:
         client: leaves out moves by which the client of the request does not gain; None: as in the paper, the balance of
             the instances alone counts.
-        price: with ``client``, what KV cache costs there that a move takes; None: nothing.
     """
 
     moves_requests = True
@@ -59,11 +55,9 @@ class StarRescheduler(Observer):
         self,
         knobs: StarKnobs,
         client: ClientGain | None = None,
-        price: Price | None = None,
     ) -> None:
         self.knobs = knobs
         self.client = client
-        self.price = price
         self.horizon = Horizon(knobs.horizon)
         self.interval_s = knobs.interval_s
         self._moved_s: dict[str, float] = {}
@@ -106,7 +100,6 @@ class StarRescheduler(Observer):
             other_tokens=used + shared - running,
             step_s=instance.token_interval_s or self.knobs.step_s,
             steps=instance.steps,
-            price_s=0.0 if self.price is None else self.price(instance, now_s),
         )
 
     def _migrate(

@@ -58,7 +58,6 @@ class DecodeInstance:
         other_tokens: KV tokens in use beyond those of the running requests (prefills, arrivals on their way).
         step_s: T_exec, duration of a decode step there.
         steps: as ``InstanceView.steps``.
-        price_s: as ``DecodeLoad.price_s``.
     """
 
     summary: Summary
@@ -66,13 +65,12 @@ class DecodeInstance:
     other_tokens: int = 0
     step_s: float = 0.02
     steps: StepTimes | None = None
-    price_s: float = 0.0
 
     def decode_load(self) -> DecodeLoad:
         """What runs there now."""
         batch = self.summary.batch
         requests = len(batch.rids) + batch.unlisted_requests
-        return DecodeLoad(requests, float(self.summary.loads[0]), self.steps, self.price_s)
+        return DecodeLoad(requests, float(self.summary.loads[0]), self.steps)
 
 
 @dataclasses.dataclass(slots=True, frozen=True)

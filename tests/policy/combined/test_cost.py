@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from typing import Any
 
@@ -120,17 +119,6 @@ def test_a_prefix_is_weighed_against_what_it_throws_out() -> None:
     assert choose(cost(), ask, fleet(mixed(**old), mixed(**new))) == "i0"  # 60 tokens, five times, are 0.3 s
 
 
-def test_the_price_of_kv_cache_is_what_the_decode_term_must_gain() -> None:
-    """1 ms * exp(-1) for each token thrown out, five times over a second; a decode step counts by 50 - 10.1 ms."""
-    [full_one] = fleet(mixed(kv_capacity_tokens=1000, kv_cached_tokens=1000, evicted_next_s=0.0)).instances
-    [empty] = fleet(mixed()).instances
-    assert cost().price_s(full_one, 120.0) == pytest.approx(5 * 0.001 * math.exp(-1) * 0.0399)
-    twice = cost(decode_weight=2.0, work_weight=0.0)
-    assert twice.price_s(full_one, 120.0) == pytest.approx(0.001 * math.exp(-1) * 0.0399 / 2)
-    assert cost().price_s(empty, 120.0) == 0.0
-    assert cost(decode_weight=0.0).price_s(empty, 120.0) == math.inf
-
-
 # -- several kinds ----------------------------------------------------------------------------------------------------
 
 
@@ -167,8 +155,6 @@ def test_a_device_that_cannot_keep_the_target_is_still_compared() -> None:
     slowest = MeasuredSteps(LinearSteps(), None, MixedBatchModel(base_s=0.060, request_s=6e-4, read_s=6e-6))
     busy, idle = mixed(steps=slowest, running=9), mixed(steps=slowest)
     assert choose(cost(), request(10), fleet(busy, idle)) == "i1"
-    [one] = fleet(mixed(steps=slowest, kv_capacity_tokens=9, kv_cached_tokens=9, evicted_next_s=0.0)).instances
-    assert cost().price_s(one, 0.0) == pytest.approx(5 * 0.001 * 0.005)
 
 
 # -- over many requests -----------------------------------------------------------------------------------------------
