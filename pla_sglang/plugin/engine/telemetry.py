@@ -182,5 +182,4 @@ class _Series:
             self.wait_s.at(cls).observe(max(0.0, self._clock.wall_s(now_s - view.arrival_s)))
         if decision.park:
             self.parks.at().inc()
-        if missed:
-            self.slo_miss.at(cls).inc(missed)
+        self.slo_miss.at(cls).inc(missed)  # also none: a rate needs a first 0
