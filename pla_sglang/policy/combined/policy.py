@@ -4,7 +4,7 @@ What each part does:
 
 * Arrow dispatches requests, holds the pools and flips instances within seconds (``arrow``);
 * PLA-Serve splits the prefill pool into short and long instances, sizes the split, and batches inside an engine;
-* STAR moves running requests between decode instances;
+* STAR moves running requests from instances whose caches would be full;
 * DOPD prefills ultra-short prompts in place, and plans the *number* of instances over minutes.
 
 Precedence in case of conflict:
