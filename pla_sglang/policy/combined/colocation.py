@@ -38,8 +38,8 @@ from pla_sglang.policy.interface.step_times import StepTimes
 @dataclasses.dataclass(frozen=True)
 class ColocationKnobs:
     """Attributes:
-    margin: roles are introduced where they bear so many times as much; the closed forms ordered measured regimes right
-        where they were further apart than that.
+    margin: roles are introduced where they bear so many times as much. Closed forms know steady traffic alone: where
+        they gave roles up to 1.2 times as much, roles could lose, and where they gave them 1.5 times, they won.
     rest_s: between two changes.
     memory_share: of the KV cache that the closed forms fill.
     memory: recent requests and answers that the traffic is averaged over.
@@ -53,7 +53,7 @@ class ColocationKnobs:
     others see ``combined`` in bench/lab/docs/rules.md.
     """
 
-    margin: float = knob(1.15, allowed=Range(1))
+    margin: float = knob(1.25, allowed=Range(1))
     rest_s: float = knob(60.0, allowed=Range(0))
     memory_share: float = knob(0.9, allowed=Range(0, 1, above=True))
     memory: int = knob(500, allowed=Range(1))

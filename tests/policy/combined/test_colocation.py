@@ -171,11 +171,11 @@ def test_half_and_twice_the_rest_between_two_changes(rest_s: float) -> None:
 @pytest.mark.parametrize(
     ("knobs", "longest"),
     [
-        ({"margin": 1.075}, 1634),
-        ({"margin": 1.15}, 864),
-        ({"margin": 1.3}, 472),
-        ({"memory_share": 0.45}, 697),
-        ({"memory_share": 0.9}, 864),
+        ({"margin": 1.125}, 915),
+        ({"margin": 1.25}, 505),
+        ({"margin": 1.5}, 275),
+        ({"memory_share": 0.45}, 472),
+        ({"memory_share": 0.9}, 505),
     ],
     ids=str,
 )

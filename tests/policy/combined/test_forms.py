@@ -175,7 +175,7 @@ SHAPES = st.builds(
 
 
 @settings(deadline=None)
-@given(st.sampled_from(PROFILES), SOME, SHAPES, st.floats(0.01, 300), st.floats(1.15, 4))
+@given(st.sampled_from(PROFILES), SOME, SHAPES, st.floats(0.01, 300), st.floats(1.25, 4))
 def test_what_is_borne_at_one_rate_is_borne_at_a_lower_one(
     profile: str, requests: Traffic, shape: FleetShape, rate_per_s: float, times: float
 ) -> None:
