@@ -429,10 +429,11 @@ def test_a_cold_instance_teaches_nobody() -> None:
     step = MeasuredPass(990, 990 * 990, 0, 20.0)
     slow = PrefillSample(fresh, 990, 990 * 990, 0, 1, 20.0, (step,))
     runner.prefilled(slow, 100.0 + COLD_S - 0.1)
-    assert planner_of(policy)._passes == [0.0, 0.0, 0.0]
+    assert planner_of(policy)._passes == [0.0, 0.0]
     assert predictor.factor(warm) == 1.0
     runner.prefilled(slow, 100.0 + COLD_S)
-    assert planner_of(policy)._passes == [20.0, 1.0, 990.0]
+    tabled_s = planner_of(policy).planner.prefill_table.at(990)
+    assert planner_of(policy)._passes == [20.0, tabled_s]
     runner.prefilled(PrefillSample(warm, 990, 990 * 990, 0, 1, 20.0), 200.0)  # decodes took part: no time of a prompt
-    assert planner_of(policy)._passes == [20.0, 1.0, 990.0]
+    assert planner_of(policy)._passes == [20.0, tabled_s]
     assert (fresh.is_cold(101.0), warm.is_cold(101.0)) == (True, False)

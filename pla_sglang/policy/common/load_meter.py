@@ -7,7 +7,7 @@ import math
 from collections import deque
 
 ENOUGH_REQUESTS = 50  # a mean of lengths that vary as much as they are long is then off by 14 %
-TIMES_FOR_VARIATION = 4  # as many, until the variation of such lengths, or of Poisson arrivals, is off by as little
+VARIATION_INTERVALS = 96  # as many as forecasters know (``JudgedKnobs.window``): bursts are few in 200 requests
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -63,15 +63,17 @@ class LoadMeter:
     Args:
         least_requests: mean lengths are over the newest intervals that have so many together; 0: over the last alone,
             as in the paper. Of a few requests a mean says nothing, least of all of those that end while hardly any
-            runs: they are the longest. Variations are then means over the newest intervals, each as its arrivals see
-            it, and no gap reaches into the next: that one interval has more of them than another the rate says.
+            runs: they are the longest. Variations are then means over the last ``VARIATION_INTERVALS``, and no gap
+            reaches into the next: that one interval has more of them than another the rate says. An interval counts by
+            its arrivals times its rate, as eq. 10's wait grows with both: so all arrivals would wait as long as they do
+            by the variation of their own interval. Bursts of a quiet time are not those of the busiest.
     """
 
     def __init__(self, least_requests: int = 0) -> None:
         self.in_flight = 0
         self._least_requests = least_requests
         self._before: dict[str, deque[tuple[int, float]]] = {"inputs": deque(), "outputs": deque()}  # counts and sums
-        self._variations: deque[tuple[int, float, float]] = deque()  # arrivals; of their gaps and of their lengths
+        self._variations: deque[tuple[float, float, float]] = deque(maxlen=VARIATION_INTERVALS)  # weight; gaps; lengths
         self._start_s: float | None = None
         self._area = 0.0  # request-seconds since the interval began
         self._changed_s = 0.0
@@ -103,7 +105,7 @@ class LoadMeter:
             self._mean_length("outputs", self._outputs),
             self._area / span_s,
             self._inputs.count / span_s,
-            *self._vary(),
+            *self._vary(span_s),
         )
         if not self._inputs.count or self._least_requests:
             self._arrived_s = None
@@ -123,20 +125,17 @@ class LoadMeter:
         count = sum(count for count, _ in kept)
         return sum(total for _, total in kept) / count if count else None
 
-    def _vary(self) -> tuple[float, float]:
-        """Squared variations of gaps and of prompt lengths; with intervals before, as far as they are needed."""
-        ended = (self._inputs.count, self._gaps.cv2(), self._inputs.cv2())
+    def _vary(self, span_s: float) -> tuple[float, float]:
+        """Squared variations of gaps and of prompt lengths, with intervals before."""
+        ended = (self._gaps.cv2(), self._inputs.cv2())
         if not self._least_requests:
-            return ended[1:]
-        kept = self._variations
+            return ended
         if self._gaps.count > 1:
-            kept.append(ended)
-        while len(kept) > 1 and sum(one[0] for one in kept) - kept[0][0] >= TIMES_FOR_VARIATION * self._least_requests:
-            kept.popleft()
-        count = sum(one[0] for one in kept)
-        if not count:
-            return ended[1:]
-        gaps, inputs = (sum(one[0] * one[place] for one in kept) / count for place in (1, 2))
+            self._variations.append((self._inputs.count * self._inputs.count / span_s, *ended))
+        total = sum(one[0] for one in self._variations)
+        if not total:
+            return ended
+        gaps, inputs = (sum(one[0] * one[place] for one in self._variations) / total for place in (1, 2))
         return gaps, inputs
 
     def _advance(self, now_s: float) -> None:

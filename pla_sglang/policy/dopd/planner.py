@@ -185,8 +185,8 @@ class Planner:
         """Line 11, corrected."""
         return self.decode_table.at(batch, context_tokens) * self.decode_factor
 
-    def correct_prefill(self, tokens: float, observed_s: float) -> None:
-        ratio = min(max(observed_s / self.prefill_table.at(tokens), 0.25), 4.0)
+    def correct_prefill(self, tabled_s: float, observed_s: float) -> None:
+        ratio = min(max(observed_s / tabled_s, 0.25), 4.0)
         self.prefill_factor += self.knobs.correction_weight * (ratio - self.prefill_factor)
 
     def correct_decode(self, batch: float, context_tokens: float, observed_s: float) -> None:
@@ -221,7 +221,7 @@ class DopdController(Observer):
         self.batching: BatchingKnobs | None = None  # what prefill instances are to be told; None: nothing yet
         self._series: list[Forecaster] = [Corrected(forecaster()) if corrected else forecaster() for _ in range(4)]
         self._meter = LoadMeter(ENOUGH_REQUESTS if looks_ahead else 0)
-        self._passes = [0.0, 0.0, 0.0]  # seconds, requests, tokens of the interval's prefill passes
+        self._passes = [0.0, 0.0]  # seconds of the interval's prefill passes: as observed, as tabled
         damping = Limits(down_intervals=knobs.down_intervals, cool_down_s=knobs.cool_down_s)
         bounds = {"least": knobs.instances_min, "most": knobs.instances_max} if looks_ahead else {}
         self.limits = dataclasses.replace(damping, **bounds)
@@ -275,10 +275,10 @@ class DopdController(Observer):
 
     def _correct(self, fleet: FleetView, now_s: float) -> None:
         """Correction factors of section V-D, from the interval's passes and the instances' token intervals."""
-        seconds, requests, tokens = self._passes
-        if requests:
-            self.planner.correct_prefill(tokens / requests, seconds / requests)
-        self._passes = [0.0, 0.0, 0.0]
+        observed_s, tabled_s = self._passes
+        if tabled_s:
+            self.planner.correct_prefill(tabled_s, observed_s)
+        self._passes = [0.0, 0.0]
         for instance in fleet.by_role[Role.DECODE]:
             if instance.token_interval_s is not None and instance.running > 0 and not instance.is_cold(now_s):
                 length = instance.context_tokens / instance.running
@@ -293,9 +293,12 @@ class DopdController(Observer):
         self._meter.finish(output_tokens, now_s)
 
     def on_prefill(self, sample: PrefillSample, now_s: float) -> None:
-        """Passes of one request only: the table is about those. Beside a policy that may mix, without decodes."""
+        """Passes of one request without history only: the table is about those. A chunk after others, or after a cached
+        prefix, reads what is before it, and would pass for a slow device. Beside a policy that may mix, without
+        decodes.
+        """
         passes: Sequence[PrefillSample | MeasuredPass] = sample.steps if self.looks_ahead else (sample,)
         for one in passes:
-            if one.requests == 1 and one.new_tokens > 0:
-                for slot, value in enumerate((one.duration_s, 1.0, float(one.new_tokens))):
-                    self._passes[slot] += value
+            if one.requests == 1 and one.new_tokens > 0 and not one.history_tokens:
+                self._passes[0] += one.duration_s
+                self._passes[1] += self.planner.prefill_table.at(one.new_tokens)

@@ -16,7 +16,8 @@ from support.fleets import LinearSteps, decode, fleet, mixed, predictor, prefill
 from support.views import pass_view, waiting
 
 from pla_sglang.common.errors import ConfigError
-from pla_sglang.policy.common.load_meter import ENOUGH_REQUESTS, LoadMeter, LoadSample
+from pla_sglang.policy.common import load_meter
+from pla_sglang.policy.common.load_meter import ENOUGH_REQUESTS, VARIATION_INTERVALS, LoadMeter, LoadSample
 from pla_sglang.policy.common.pools import least_loaded
 from pla_sglang.policy.common.tables import DecodeTable, PrefillTable
 from pla_sglang.policy.dopd.batching import BatchingKnobs, LengthAwareBatching
@@ -57,7 +58,7 @@ def test_waiting_asks_for_more_prefill_than_the_ratio() -> None:
 
 def test_corrections_reach_the_plan() -> None:
     one = planner(correction_weight=1.0)
-    one.correct_prefill(990.0, 2.0)
+    one.correct_prefill(1.0, 2.0)
     assert one.plan(LOAD).prefill == 30
     one.correct_decode(50, 1040.0, 0.134)
     assert one.plan(LOAD).prefill == 15
@@ -122,34 +123,42 @@ def test_mean_lengths_are_of_enough_requests(least_requests: int) -> None:
     assert len(worst) > len(alone), "an interval without requests has the lengths of those before"
 
 
-@pytest.mark.parametrize("least_requests", [ENOUGH_REQUESTS // 2, ENOUGH_REQUESTS, 2 * ENOUGH_REQUESTS])
-def test_variations_are_of_enough_requests_and_as_arrivals_see_them(least_requests: int) -> None:
-    """Random arrivals, 40 a second in one interval and half a second in the next: by eq. 10 they vary as if steady.
-
-    Of a quiet interval alone the variation is off by a factor of three.
-    """
-    rng = np.random.default_rng(5)
-    enough, last = LoadMeter(least_requests), LoadMeter()
-    found, alone = [], []
-    for meter in (enough, last):
-        meter.take(0.0)
-    for interval in range(60):
-        count = 400 if interval % 2 else 5
-        for at_s in sorted(rng.uniform(10.0 * interval, 10.0 * (interval + 1), count)):
-            for meter in (enough, last):
+def vary(meter: LoadMeter, intervals: int, per_clump: int, seed: int = 5) -> list[tuple[float, float]]:
+    """Variations of gaps and lengths after each interval of 10 s. Of these every second has 80 times the arrivals,
+    which come in clumps at random times."""
+    rng = np.random.default_rng(seed)
+    found = []
+    meter.take(0.0)
+    for interval in range(intervals):
+        clumps = (400 if interval % 2 else 5) // per_clump + 1
+        for at_s in sorted(rng.uniform(10.0 * interval, 10.0 * (interval + 1), clumps)):
+            for _ in range(per_clump):
                 meter.arrive(int(rng.exponential(200.0)) + 1, at_s)
-        for meter, values in ((enough, found), (last, alone)):
-            sample = meter.take(10.0 * (interval + 1))
-            assert sample is not None
-            values.append((sample.arrival_cv2, sample.input_cv2))
-    arrivals, inputs = zip(*found[1:], strict=True)
-    assert 0.7 < min(arrivals) <= max(arrivals) < 1.5
+        sample = meter.take(10.0 * (interval + 1))
+        assert sample is not None
+        found.append((sample.arrival_cv2, sample.input_cv2))
+    return found
+
+
+@pytest.mark.parametrize("intervals", [VARIATION_INTERVALS // 2, VARIATION_INTERVALS, 2 * VARIATION_INTERVALS])
+def test_variations_are_those_of_many_intervals(intervals: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random arrivals vary as if steady, clumps of 20 as 2 * 20 - 1 by eq. 10; of one interval alone neither shows.
+
+    Half and twice as many intervals tell the same.
+    """
+    monkeypatch.setattr(load_meter, "VARIATION_INTERVALS", intervals)
+    gaps, inputs = zip(*vary(LoadMeter(ENOUGH_REQUESTS), 300, 1)[1:], strict=True)
+    assert 0.7 < min(gaps) <= max(gaps) < 1.5
     assert 0.6 < min(inputs) <= max(inputs) < 1.6
-    assert min(one for one, _ in alone) < 0.33
+    clumps = [one for one, _ in vary(LoadMeter(ENOUGH_REQUESTS), 300, 20)[20:]]
+    assert max(clumps) < 1.3 * min(clumps)
+    assert 30 < min(clumps) <= max(clumps) < 50
+    alone = [one for one, _ in vary(LoadMeter(), 300, 20)[20:]]
+    assert max(alone) > 3 * min(alone)
 
 
 def test_variations_by_hand() -> None:
-    """Gaps of 1 s and 3 s vary by 1/4; three equal ones by nothing. 3 and 3 arrivals: the mean is 1/8."""
+    """Gaps of 1 s and 3 s vary by 1/4; equal ones by nothing. 3 arrivals in 10 s, 3 in 20 s: 9/10 and 9/20 of each."""
     meter = LoadMeter(ENOUGH_REQUESTS)
     for now_s in (0.0, 1.0, 4.0):
         meter.arrive(100, now_s)
@@ -159,7 +168,7 @@ def test_variations_by_hand() -> None:
     second = meter.take(30.0)
     assert first is not None
     assert second is not None
-    assert (first.arrival_cv2, second.arrival_cv2) == (pytest.approx(0.25), pytest.approx(0.125))
+    assert (first.arrival_cv2, second.arrival_cv2) == (pytest.approx(1 / 4), pytest.approx(1 / 6))
     assert second.input_cv2 == 0.0
 
 
@@ -275,6 +284,8 @@ def test_observations_correct_the_tables() -> None:
     feed(controller, 0.0, 1)
     controller.on_prefill(PrefillSample(view.instances[0], 990, 990 * 990, 0, 1, 2.0), 5.0)
     controller.on_prefill(PrefillSample(view.instances[0], 9900, 0, 0, 10, 99.0), 5.0)  # a batch: not in the table
+    after_others = PrefillSample(view.instances[0], 990, 990 * (990 + 2 * 20_000), 20_000, 1, 9.0)
+    controller.on_prefill(after_others, 5.0)  # nor is a chunk that reads 20,000 tokens
     controller.tick(view, 10.0)
     assert controller.planner.prefill_factor == pytest.approx(2.0)
     assert controller.planner.decode_factor == pytest.approx(2.0, rel=1e-3)
