@@ -219,7 +219,7 @@ class Fleet:
         self._members.pop(member.row["name"], None)
 
     def _end_actors(self, member: Member) -> None:
-        """Of all its nodes, at once. It may have none any more."""
+        """End those of all its nodes, at once. It may have none any more."""
         ray.kill(member.handle)
         needs = self._needs.get(member.row["kind"])
         if needs is not None and needs.nodes > 1:

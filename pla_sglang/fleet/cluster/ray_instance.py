@@ -136,7 +136,7 @@ class Part:
             self._look()
             time.sleep(HEALTH_INTERVAL_S)
         self._kill_group()  # what the server left in its session
-        if self._state == "ready":
+        if self._comes_back():
             os._exit(1)  # Ray starts an instance again; a part is missed by its instance
         self._state = "gone" if self._state == "stopping" else "dead"
 
@@ -146,6 +146,10 @@ class Part:
 
     def _is_ready(self) -> bool:
         return _is_healthy(self._url)
+
+    def _comes_back(self) -> bool:
+        """Once the server has ended."""
+        return self._state == "ready"
 
     def _kill_group(self) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -204,11 +208,15 @@ class Instance(Part):
             for rank in range(1, needs.nodes)
         ]
         try:
-            self._part_rows = ray.get([part.describe.remote() for part in self._parts])
-        except ActorDiedError as error:
-            if error.actor_init_failed:
+            self._ask_parts(None)
+        except RayError as error:
+            if isinstance(error, ActorDiedError) and error.actor_init_failed:
                 raise
-            os._exit(1)  # it was taken, and lost: as in ``_look``
+            os._exit(1)  # it was taken, and lost: as in ``_look_at_parts``
+
+    def _ask_parts(self, timeout_s: float | None) -> None:
+        """Raises RayError."""
+        self._part_rows = ray.get([part.describe.remote() for part in self._parts], timeout=timeout_s)
 
     def _watch(self) -> None:
         super()._watch()
@@ -229,7 +237,7 @@ class Instance(Part):
     def _look_at_parts(self) -> None:
         """One that is lost ends the instance, which comes back. One whose server has failed leaves it dead."""
         try:
-            self._part_rows = ray.get([part.describe.remote() for part in self._parts], timeout=DESCRIBE_S)
+            self._ask_parts(DESCRIBE_S)
         except ActorDiedError:
             if self._state in LIVES:
                 self._kill_group()
@@ -238,6 +246,15 @@ class Instance(Part):
             return  # it does not answer, which is no end: its node or Ray's head may be away for a while
         if any(row["state"] == "dead" for row in self._part_rows):
             self._kill_group()
+
+    def _comes_back(self) -> bool:
+        """A start that fails may be the first sign of a lost part: Ray takes a while to notice that a node is gone."""
+        if self._state == "starting" and self._parts:
+            try:
+                self._ask_parts(DESCRIBE_S)
+            except RayError:
+                return True
+        return super()._comes_back()
 
 
 def _is_healthy(url: str) -> bool:
