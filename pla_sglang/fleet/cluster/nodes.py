@@ -38,7 +38,7 @@ class NodeNeeds:
 
 
 def read_ray_needs(arguments: Sequence[str]) -> NodeNeeds:
-    """What an instance with these arguments takes in Ray. Raises ConfigError for those that Ray's actors cannot have."""
+    """What an instance with these arguments takes in Ray. Raises ConfigError for what actors cannot have."""
     full = list_arguments(arguments)
     if "--use-ray" in [argument.partition("=")[0] for argument in full]:
         raise ConfigError("--use-ray is not for --on ray: actors start SGLang's usual processes; leave it out")

@@ -2,7 +2,7 @@
 
     Fleet ─► Instance ─► launch_server             on one node (``ray_instance``)
        │
-       └───► Instance ─► launch_server             on several, in a placement group that the fleet's actor owns
+       └───► Instance ─► launch_server             on several, in a placement group of its name
                 └─ Part ─► launch_server
 
 Ray itself starts an actor again whose process or node has ended, somewhere: the instance comes back with its name at
@@ -19,7 +19,12 @@ from typing import Any
 
 import ray
 from ray.exceptions import ActorDiedError, RayError
-from ray.util.placement_group import get_placement_group, placement_group, remove_placement_group
+from ray.util.placement_group import (
+    get_placement_group,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from pla_sglang.fleet.actuators.ray_actuator import LEASE_S, PLACED_S
@@ -140,6 +145,7 @@ class Fleet:
         for name in await asyncio.to_thread(ray.util.list_named_actors):
             if name != FLEET:
                 self._add_member(await asyncio.to_thread(ray.get_actor, name), *_read_name(name), name)
+        await asyncio.to_thread(_remove_groups_but, set(self._members))
         waits = [member.placed.wait() for member in self._members.values()]
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(asyncio.gather(*waits), DESCRIBE_S)
@@ -249,8 +255,8 @@ async def _call(method: Any) -> dict[str, Any]:
 def _find_place(name: str, needs: NodeNeeds) -> Any:
     """Ray's strategy for the actor of an instance.
 
-    Of several nodes: the first bundle of a placement group, whose bundles are placed together or not at all. Ray keeps
-    it through restarts of its actors and of the fleet's, and finds other nodes for those that are lost.
+    Of several nodes: the first bundle of a placement group, whose bundles are placed together or not at all. Ray finds
+    other nodes for those that are lost. It would remove a group that is not detached when the fleet's actor restarts.
     """
     if needs.nodes == 1:
         return "DEFAULT" if needs.gpus else "SPREAD"
@@ -258,8 +264,16 @@ def _find_place(name: str, needs: NodeNeeds) -> Any:
         group = get_placement_group(name)
     except ValueError:  # there is none
         bundle = {"CPU": 1} | ({"GPU": needs.gpus} if needs.gpus else {})
-        group = placement_group([bundle] * needs.nodes, strategy="STRICT_SPREAD", name=name)
+        group = placement_group([bundle] * needs.nodes, strategy="STRICT_SPREAD", name=name, lifetime="detached")
     return PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
+
+
+def _remove_groups_but(names: set[str]) -> None:
+    """Those of this fleet whose instance was not there yet when the fleet's actor ended, or no more."""
+    for group in placement_group_table().values():
+        if group["state"] != "REMOVED" and group["name"] not in names:
+            with contextlib.suppress(ValueError):  # another fleet's
+                remove_placement_group(get_placement_group(group["name"]))
 
 
 def _read_name(name: str) -> tuple[str, int | None]:

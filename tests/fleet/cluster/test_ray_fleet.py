@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import itertools
 import os
 import signal
@@ -15,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 from support.rays import running_ray
-from support.serving import until_ended
+from support.serving import until, until_ended
 
 from pla_sglang.fleet.actuators.interface import ActuatorError, StartedInstance
 from pla_sglang.fleet.actuators.ray_actuator import LEASE_S, RayActuator, RayLease
@@ -150,16 +151,24 @@ def test_a_lost_instance_comes_back(where: RayFleetName, victim: str) -> None:
     run(where, act)
 
 
-def list_groups(where: RayFleetName) -> dict[str, list[dict[str, float]]]:
-    """Bundles of placement groups that hold nodes, or wait for them, by name."""
+def until_groups(where: RayFleetName, expected: dict[str, list[dict[str, float]]]) -> None:
+    """Until its placement groups that hold nodes, or wait for them, have these bundles, by name."""
     import ray
+    from ray.util.placement_group import get_placement_group, placement_group_table
+
+    def list_groups() -> dict[str, list[dict[str, float]]]:
+        groups = {}
+        for group in placement_group_table().values():
+            with contextlib.suppress(ValueError):  # another fleet's, or gone
+                if group["state"] != "REMOVED" and get_placement_group(group["name"]):
+                    groups[group["name"]] = list(group["bundles"].values())
+        return groups
 
     ray.init(address=where.address, namespace=where.name, logging_level="ERROR", log_to_driver=False)
     try:
-        groups = ray.util.placement_group_table().values()
+        until(lambda: list_groups() == expected, what=f"groups {expected}", patience_s=LIMIT_S)
     finally:
         ray.shutdown()
-    return {group["name"]: list(group["bundles"].values()) for group in groups if group["state"] != "REMOVED"}
 
 
 def list_processes(row: Row) -> list[int]:
@@ -191,7 +200,7 @@ def test_nodes_of_an_instance_live_and_end_together(ray_address: str) -> None:
 
     with running_fleet(ray_address, WIDE) as where:
         run(where, act)
-        assert list_groups(where) == {}
+        until_groups(where, {})
 
 
 def test_nodes_that_are_not_there_are_said_and_asked_for_no_more(ray_address: str) -> None:
@@ -203,7 +212,7 @@ def test_nodes_that_are_not_there_are_said_and_asked_for_no_more(ray_address: st
 
     with running_fleet(ray_address, WIDE, placed_s=5.0) as where:
         run(where, act)
-        assert list_groups(where) == {}
+        until_groups(where, {})
 
 
 def test_a_node_that_cannot_start_leaves_the_instance_dead_and_says_why(ray_address: str) -> None:
@@ -217,8 +226,8 @@ def test_a_node_that_cannot_start_leaves_the_instance_dead_and_says_why(ray_addr
 
     with running_fleet(ray_address, WIDE) as where:
         run(where, act)
-        assert list_groups(where) == {"decode-plan-1": [{"CPU": 1.0}] * 2}
-    assert list_groups(where) == {}
+        until_groups(where, {"decode-plan-1": [{"CPU": 1.0}] * 2})
+    until_groups(where, {})
 
 
 def test_one_actuator_has_the_lease(where: RayFleetName) -> None:
@@ -251,10 +260,12 @@ def test_a_lease_runs_out_by_the_clock_of_its_holder() -> None:
     assert not lease.acquire()
 
 
-def test_the_fleets_actor_finds_its_instances_again(where: RayFleetName) -> None:
+@pytest.mark.parametrize("config", [CONFIG, WIDE], ids=["on one node", "on two"])
+def test_the_fleets_actor_finds_its_instances_again(ray_address: str, config: ClusterConfig) -> None:
+    """And ends them with their placement groups."""
     import ray
 
-    async def act(actuator: RayActuator) -> None:
+    async def act(where: RayFleetName, actuator: RayActuator) -> None:
         started = await actuator.start_instance("unified", 5)
         await until_listed(actuator, started.name, lambda row: row["state"] == "ready")
         ray.init(address=where.address, namespace=where.name, logging_level="ERROR", log_to_driver=False)
@@ -272,7 +283,9 @@ def test_the_fleets_actor_finds_its_instances_again(where: RayFleetName) -> None
         assert listed == [dataclasses.replace(started, state="ready")]
         assert (await actuator.start_instance("unified", 5)).url == started.url
 
-    run(where, act)
+    with running_fleet(ray_address, config) as where:
+        run(where, functools.partial(act, where))
+    until_groups(where, {})
 
 
 def test_a_second_fleet_of_the_name_is_refused(where: RayFleetName) -> None:
@@ -344,6 +357,6 @@ def test_an_instance_that_loses_a_node_comes_back_on_another() -> None:
                 actuator, started.name, lambda row: row["url"] != lost["url"] and row["state"] == "ready"
             )
             assert len(set(list_processes(back))) == 4
-            assert list_groups(where) == {started.name: [{"CPU": 1.0, "GPU": 2.0}] * 2}
+            until_groups(where, {started.name: [{"CPU": 1.0, "GPU": 2.0}] * 2})
 
         run(where, act)
