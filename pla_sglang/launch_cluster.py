@@ -32,6 +32,7 @@ from pla_sglang.fleet.actuators.ray_names import RayFleetName
 from pla_sglang.fleet.cluster.children import ClusterError
 from pla_sglang.fleet.cluster.lean import lean_environment
 from pla_sglang.fleet.cluster.logs import is_poll
+from pla_sglang.fleet.cluster.nodes import check_local_nodes, read_ray_needs
 from pla_sglang.fleet.cluster.ports import free_port
 from pla_sglang.fleet.cluster.ray_launcher import RayCluster, end_fleet
 from pla_sglang.fleet.cluster.spec import (
@@ -246,6 +247,13 @@ def check_members(config: ClusterConfig) -> None:
             raise ConfigError(f"router: {error}") from None
 
 
+def check_nodes(config: ClusterConfig, on: str) -> None:
+    """Raises ConfigError for instances of several nodes where these are not, or cannot be."""
+    for kind, count in config.counts.items():
+        if count:
+            (read_ray_needs if on == RAY else check_local_nodes)([*config.common, *config.own.get(kind, ())])
+
+
 def read_router_knobs(config: ClusterConfig) -> ControlKnobs:
     """The knobs of our router, as it will read its command line. Raises ConfigError."""
     from pla_sglang.launch_router import read_config as read_router_config
@@ -318,11 +326,8 @@ async def run_to_signal(cluster: Supervisor | RayCluster) -> None:
 def run_on_ray(config: ClusterConfig, options: LaunchConfig) -> None:
     """The same in Ray. Raises ConfigError, ClusterError."""
     where = options.name_ray_fleet()
-    from pla_sglang.fleet.cluster.ray_fleet import count_gpus, create_fleet, find_own_address
+    from pla_sglang.fleet.cluster.ray_fleet import create_fleet, find_own_address
 
-    for kind, count in config.counts.items():
-        if count:
-            count_gpus([*config.common, *config.own.get(kind, ())])
     config = with_load_reports(config, find_own_address())
     environment = make_environment(config, options)
     create_fleet(where, config, environment)
@@ -359,6 +364,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             require_state_file("--state-file", parsed.config.state_file)
         with scaled_by_planner(parsed.config.to_cluster(), parsed.config) as (config, options):
             check_members(config)
+            check_nodes(config, options.on)
             if options.on == RAY:
                 run_on_ray(config, options)
             else:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,12 @@ from e2e.test_planner_live import test_a_fleet_grows_under_load_and_shrinks_afte
 from e2e.test_router_control import call
 from support.clusters import STOP_S, wait_ready
 from support.doc_commands import BLOCKS
+from support.forked_servers import ONE_MODEL
 from support.rays import running_nodes, running_ray
 from support.serving import until, until_ended
 
 from pla_sglang.fleet.cluster.ports import free_port
+from pla_sglang.testing.server import greedy_body
 
 pytestmark = pytest.mark.e2e
 
@@ -89,3 +92,42 @@ def test_a_planner_scales_it(tmp_path: Path) -> None:
         command = [sys.executable, "-m", "pla_sglang.launch_cluster", "--on", "ray", "--ray-address", rays.address]
         with running([*command, *ARGUMENTS, f"--router-args={PLANNER}"], tmp_path) as cluster:
             grow_and_shrink(cluster)
+
+
+def test_ranks_on_two_nodes_serve_and_come_back_whole(
+    tmp_path: Path,
+    tiny_model: Callable[[str], Path],
+    prompts: list[list[int]],
+    expected: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Tokens are those of one process without ranks, before the second node's server is killed and after."""
+    for name, value in ONE_MODEL.items():
+        monkeypatch.setenv(name, value)
+    engine = ("--model-path", str(tiny_model("float32")), "--device", "cpu", "--tp-size", "2", "--nnodes", "2")
+    with running_ray() as rays:
+        command = [sys.executable, "-m", "pla_sglang.launch_cluster", "--on", "ray", "--ray-address", rays.address]
+        options = ("--unified", "1", "--router", "pla", "--sleep-on-idle", "--max-total-tokens", "4096")
+        with running([*command, *options, *engine], tmp_path) as cluster:
+            url, (lost,) = cluster["url"], cluster["instances"]
+
+            def read_instance() -> dict[str, Any]:
+                return dict(json.loads(Path(cluster["state_file"]).read_text())["instances"][0])
+
+            def check_answers() -> None:
+                for prompt, tokens in zip(prompts[2:5], expected[2:5], strict=True):
+                    status, answer = call(f"{url}/generate", greedy_body(prompt, len(tokens)))
+                    assert (status, answer["output_ids"]) == (200, tokens)
+
+            assert len({node["node"] for node in lost["nodes"]}) == 2
+            check_answers()
+            os.kill(lost["nodes"][1]["pid"], signal.SIGKILL)
+            until(lambda: read_instance()["url"] != lost["url"], patience_s=LIMIT_S, what="it is started again")
+            back = read_instance()
+            until(lambda: list(ready_workers(url)) == [back["url"]], patience_s=LIMIT_S, what="the router has it")
+            check_answers()
+            for node in lost["nodes"]:
+                until_ended(node["pid"])
+        assert cluster["process"].returncode == 0, cluster["log"].read_text(errors="replace")[-3000:]
+        for node in back["nodes"]:
+            until_ended(node["pid"])

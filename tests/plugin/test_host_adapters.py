@@ -17,7 +17,12 @@ from support.fake_scheduler import FakeAdder
 
 from pla_sglang.plugin.engine import snapshot
 from pla_sglang.plugin.engine.host import batches, memory, ranks, requests, transfers
-from pla_sglang.plugin.engine.host.arguments import find_split_attention, read_fields, resolve
+from pla_sglang.plugin.engine.host.arguments import (
+    find_bootstrap_host,
+    find_split_attention,
+    read_fields,
+    resolve,
+)
 from pla_sglang.testing.scheduler import make_request
 
 
@@ -175,6 +180,22 @@ def test_arguments_that_are_resolved_apart_are_asked_for(monkeypatch: pytest.Mon
 )
 def test_which_flag_splits_the_requests_of_a_replica(given: dict[str, Any], flag: str | None) -> None:
     assert find_split_attention(SimpleNamespace(**given)) == flag
+
+
+@pytest.mark.parametrize(
+    ("given", "host"),
+    [
+        ({"nnodes": 1, "dist_init_addr": None}, "10.0.0.2"),
+        ({"nnodes": 1, "dist_init_addr": "10.0.0.1:5000"}, "10.0.0.2"),
+        ({"nnodes": 2, "dist_init_addr": "10.0.0.1:5000"}, "10.0.0.1"),
+        ({"nnodes": 2, "dist_init_addr": "[fd00::1]:5000"}, "fd00::1"),
+        ({"nnodes": 2, "dist_init_addr": "node-0:5000"}, "node-0"),
+        ({"nnodes": 2, "dist_init_addr": None}, "10.0.0.2"),
+    ],
+)
+def test_all_nodes_of_an_instance_give_one_host(given: dict[str, Any], host: str) -> None:
+    """That of the first, which the others do not listen at."""
+    assert find_bootstrap_host(SimpleNamespace(host="10.0.0.2", **given)) == host
 
 
 def test_a_transfer_protocol_is_named_by_what_both_ends_say(monkeypatch: pytest.MonkeyPatch) -> None:

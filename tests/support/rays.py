@@ -19,23 +19,31 @@ HEAD_S, STOP_S = 60.0, 20.0
 
 
 def environment() -> dict[str, str]:
-    """In which Ray's processes find this checkout and ``tests``."""
-    return {"RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    """In which Ray's processes find this checkout and ``tests``.
+
+    Ray's workers, and so the engines, would be nice to all others on this machine: a start could take minutes.
+    """
+    path = os.pathsep.join(path for path in sys.path if path)
+    return {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0", "PYTHONPATH": path}
 
 
 @contextlib.contextmanager
-def running_ray(*, nodes: int = 2) -> Iterator[Any]:
-    """Skips the test where Ray is not installed. What runs in it finds this checkout and ``tests``."""
+def running_ray(*, nodes: int = 2, gpus: int = 0) -> Iterator[Any]:
+    """Skips the test where Ray is not installed. What runs in it finds this checkout and ``tests``.
+
+    Each node has another address of this machine, and Ray believes in its ``gpus``.
+    """
     pytest.importorskip("ray", reason="Ray is an extra")
     from ray.cluster_utils import Cluster
 
     with pytest.MonkeyPatch.context() as patch:
         for name, value in environment().items():
             patch.setenv(name, value)
-        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False})
+        has = {"num_cpus": 4, "num_gpus": gpus}
+        cluster = Cluster(initialize_head=True, head_node_args={**has, "include_dashboard": False})
         try:
-            for _ in range(nodes - 1):
-                cluster.add_node(num_cpus=4)
+            for number in range(1, nodes):
+                cluster.add_node(**has, node_ip_address=f"127.0.0.{number + 1}")
             yield cluster
         finally:
             cluster.shutdown()

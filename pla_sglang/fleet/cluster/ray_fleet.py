@@ -1,6 +1,9 @@
 """A fleet in Ray: an actor for each instance, and one that knows them all. Imported in Ray's processes alone.
 
-    Fleet ─► Instance ─► launch_server       the server ends with its actor, whatever ends that (``tied``)
+    Fleet ─► Instance ─► launch_server             on one node (``ray_instance``)
+       │
+       └───► Instance ─► launch_server             on several, in a placement group of its name
+                └─ Part ─► launch_server
 
 Ray itself starts an actor again whose process or node has ended, somewhere: the instance comes back with its name at
 another address. One that has never been ready in this life does not come back; it stays, as dead.
@@ -11,138 +14,29 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import math
-import os
-import signal
-import threading
 import time
-import urllib.request
-from collections.abc import Sequence
 from typing import Any
 
 import ray
 from ray.exceptions import ActorDiedError, RayError
+from ray.util.placement_group import (
+    get_placement_group,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from pla_sglang.common.errors import ConfigError
 from pla_sglang.fleet.actuators.ray_actuator import LEASE_S, PLACED_S
 from pla_sglang.fleet.actuators.ray_names import FLEET, RayFleetName, describe_error, listens
 from pla_sglang.fleet.cluster.children import ClusterError
-from pla_sglang.fleet.cluster.logs import LastErrors
-from pla_sglang.fleet.cluster.ports import free_port
-from pla_sglang.fleet.cluster.spec import ClusterConfig, new_instance, with_own_rendezvous
-from pla_sglang.fleet.cluster.supervisor import (
-    ENVIRONMENT,
-    HEALTH_INTERVAL_S,
-    HEALTH_TIMEOUT_S,
-    REMOVAL_DRAIN_S,
-    STOP_GRACE_S,
-)
-from pla_sglang.fleet.cluster.tied import ENGINE, start_tied
-from pla_sglang.fleet.cluster.zygote import die_with_parent
-from pla_sglang.plugin.platform import value_of
-from pla_sglang.sim.emulate.arguments import FLAG as EMULATE
-from pla_sglang.sim.emulate.arguments import names_model
+from pla_sglang.fleet.cluster.nodes import NodeNeeds, read_ray_needs
+from pla_sglang.fleet.cluster.ray_instance import DESCRIBE_S, LIVES, Instance, Order
+from pla_sglang.fleet.cluster.spec import ClusterConfig
+from pla_sglang.fleet.cluster.supervisor import HEALTH_INTERVAL_S
+from pla_sglang.fleet.cluster.tied import ENGINE
 
-DESCRIBE_S = 5.0  # for an instance's actor to say how it is
 HEAD = "node:__internal_head__"  # a resource that Ray gives to the head's node alone
-LIVES = frozenset({"starting", "ready"})
-
-
-def count_gpus(arguments: Sequence[str]) -> int:
-    """How many an instance with these arguments has. Raises ConfigError for one that one node cannot hold."""
-    nodes = value_of(arguments, "--nnodes")
-    if nodes not in (None, "1"):
-        raise ConfigError(f"--nnodes {nodes} is not for --on ray: an instance has GPUs of one node; allowed: 1")
-    if "--use-ray" in arguments:
-        raise ConfigError("--use-ray is not for --on ray: actors start SGLang's usual processes; leave it out")
-    if value_of(arguments, EMULATE) is not None or value_of(arguments, "--device") == "cpu":
-        return 0
-    if not names_model(arguments):
-        return 0  # the demo model
-    ranks = 1
-    for names in (("--tp-size", "--tensor-parallel-size", "--tp"), ("--pp-size", "--pipeline-parallel-size")):
-        ranks *= next((int(text) for text in (value_of(arguments, name) for name in names) if text), 1)
-    return ranks
-
-
-# -- one instance ------------------------------------------------------------------------------------------------------
-
-
-class Instance:
-    """Runs one engine. Calls come one at a time; a thread looks after the process."""
-
-    def __init__(
-        self, config: ClusterConfig, kind: str, name: str, plan: int | None, environment: dict[str, str], engine: str
-    ) -> None:
-        die_with_parent(os.getppid())  # the node's raylet: all its instances end at once, not one after the other
-        host = ray.util.get_node_ip_address()
-        spec = new_instance(dataclasses.replace(config, host=host), kind, 0, free_port)
-        on_cpu = not count_gpus(spec.argv)
-        self._named = {"name": name, "url": spec.url, "kind": kind, "plan": plan, "node": host}
-        self._state = "starting"
-        self._drains = kind == "stateless"
-        self._kill_s = math.inf  # when it is to be killed, by time.monotonic
-        self._errors = LastErrors()
-        self._process = start_tied(
-            engine,
-            with_own_rendezvous(spec.argv, free_port),
-            (ENVIRONMENT if on_cpu else {}) | environment,
-            forks_workers=on_cpu and engine == ENGINE,
-        )
-        threading.Thread(target=self._read_lines, daemon=True).start()
-        threading.Thread(target=self._watch, daemon=True).start()
-
-    def describe(self) -> dict[str, Any]:
-        """What ``list_instances`` gives of it."""
-        more = {"pid": self._process.pid, "actor_pid": os.getpid(), "detail": self._errors.describe_error("engine")}
-        return self._named | {"state": self._state} | more
-
-    def stop(self) -> None:
-        """Order its end; it has a while to finish what it does. Twice does no harm."""
-        if self._state not in LIVES:
-            if self._state == "dead":
-                self._state = "gone"
-            return
-        drains = self._drains and self._state == "ready"
-        self._state = "stopping"
-        self._kill_s = time.monotonic() + (REMOVAL_DRAIN_S if drains else STOP_GRACE_S)
-        self._process.terminate()
-
-    def _read_lines(self) -> None:
-        """Output of the engine into that of this actor, which Ray keeps in a file."""
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            text = line.decode(errors="replace").rstrip()
-            self._errors.note_line("engine", text)
-            print(text, flush=True)
-
-    def _watch(self) -> None:
-        while self._process.poll() is None:
-            if self._state == "starting" and _is_healthy(self._named["url"]) and self._state == "starting":
-                self._state = "ready"
-            if time.monotonic() >= self._kill_s:
-                self._kill_group()
-            time.sleep(HEALTH_INTERVAL_S)
-        self._kill_group()  # what the engine left in its session
-        if self._state == "ready":
-            os._exit(1)  # Ray starts this actor again
-        self._state = "gone" if self._state == "stopping" else "dead"
-
-    def _kill_group(self) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-
-
-def _is_healthy(url: str) -> bool:
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    try:
-        with opener.open(f"{url}/health", timeout=HEALTH_TIMEOUT_S) as answer:
-            return bool(answer.status == 200)
-    except OSError:
-        return False
-
-
-# -- the fleet ---------------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass
@@ -172,8 +66,13 @@ class Fleet:
     those that are gone, and gives no lease until the last one has run out.
     """
 
-    def __init__(self, config: ClusterConfig, environment: dict[str, str], engine: str) -> None:
-        self._config, self._environment, self._engine = config, environment, engine
+    def __init__(self, config: ClusterConfig, environment: dict[str, str], engine: str, placed_s: float) -> None:
+        self._config, self._environment, self._engine, self._placed_s = config, environment, engine, placed_s
+        self._needs = {
+            kind: read_ray_needs([*config.common, *config.own.get(kind, ())])
+            for kind, count in config.counts.items()
+            if count > 0
+        }
         self._members: dict[str, Member] = {}
         self._by_plan: dict[int, Member] = {}
         self._owner, self._token, self._until_s = "", "", 0.0
@@ -194,10 +93,11 @@ class Fleet:
         elif member.row["kind"] != kind:
             return {"error": f"plan {plan} has started {member.row['name']}, which is not of kind {kind!r}"}
         try:
-            await asyncio.wait_for(member.placed.wait(), PLACED_S)
+            await asyncio.wait_for(member.placed.wait(), self._placed_s)
         except TimeoutError:
             self._give_up(member)
-            return {"error": f"no node of Ray has taken {member.row['name']} for {PLACED_S:g} s: {self._needs(kind)}"}
+            error = f"no node of Ray has taken {member.row['name']} for {self._placed_s:g} s"
+            return {"error": f"{error}: it needs {self._needs[member.row['kind']]}"}
         if not member.row["url"]:
             self._give_up(member)
             return {"error": f"{member.row['name']}: {member.row['detail']}"}
@@ -225,11 +125,12 @@ class Fleet:
 
     async def end_fleet(self) -> None:
         """All instances, without time to finish."""
+        await self._recover()
         for member in self._members.values():
             member.is_stopped = True
             if member.task is not None:
                 member.task.cancel()
-            ray.kill(member.handle)
+            self._end_actors(member)
         self._members.clear()
 
     # -- instances -----------------------------------------------------------------------------------------------------
@@ -244,6 +145,7 @@ class Fleet:
         for name in await asyncio.to_thread(ray.util.list_named_actors):
             if name != FLEET:
                 self._add_member(await asyncio.to_thread(ray.get_actor, name), *_read_name(name), name)
+        await asyncio.to_thread(_remove_groups_but, set(self._members))
         waits = [member.placed.wait() for member in self._members.values()]
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(asyncio.gather(*waits), DESCRIBE_S)
@@ -262,7 +164,7 @@ class Fleet:
         while plan is None and f"{kind}-{number}" in self._members:
             number += 1
         name = f"{kind}-{number}" if plan is None else f"{kind}-plan-{plan}"
-        gpus = count_gpus(self._arguments_of(kind))
+        needs = self._needs[kind]
         handle = (
             ray.remote(Instance)
             .options(
@@ -270,19 +172,13 @@ class Fleet:
                 get_if_exists=True,
                 lifetime="detached",
                 num_cpus=1,
-                num_gpus=gpus,
+                num_gpus=needs.gpus,
                 max_restarts=-1,
-                scheduling_strategy="DEFAULT" if gpus else "SPREAD",
+                scheduling_strategy=_find_place(name, needs),
             )
-            .remote(self._config, kind, name, plan, self._environment, self._engine)
+            .remote(Order(self._config, kind, needs, self._environment, self._engine), name, plan)
         )
         return self._add_member(handle, kind, plan, name)
-
-    def _arguments_of(self, kind: str) -> list[str]:
-        return [*self._config.common, *self._config.own.get(kind, ())]
-
-    def _needs(self, kind: str) -> str:
-        return f"it needs 1 CPU and {count_gpus(self._arguments_of(kind))} GPUs of one node"
 
     def _add_member(self, handle: Any, kind: str, plan: int | None, name: str) -> Member:
         row = {"name": name, "kind": kind, "plan": plan, "url": "", "state": "starting", "detail": ""}
@@ -298,6 +194,8 @@ class Fleet:
             try:
                 row = await asyncio.wait_for(_call(member.handle.describe), DESCRIBE_S)
             except ActorDiedError as error:  # killed by hand, or it could not begin: Ray does not start it again
+                if member.row["state"] != "dead":
+                    self._end_actors(member)
                 member.row["state"] = "gone" if member.is_stopped else "dead"
                 member.row["detail"] = describe_error(error)
                 member.placed.set()
@@ -322,9 +220,17 @@ class Fleet:
         self._forget(member)
 
     def _forget(self, member: Member) -> None:
-        ray.kill(member.handle)
+        self._end_actors(member)
         member.row["state"] = "dead"
         self._members.pop(member.row["name"], None)
+
+    def _end_actors(self, member: Member) -> None:
+        """End those of all its nodes, at once. It may have none any more."""
+        ray.kill(member.handle)
+        needs = self._needs.get(member.row["kind"])
+        if needs is not None and needs.nodes > 1:
+            with contextlib.suppress(ValueError):  # there is no such group
+                remove_placement_group(get_placement_group(member.row["name"]))
 
     # -- the lease -----------------------------------------------------------------------------------------------------
 
@@ -346,6 +252,30 @@ async def _call(method: Any) -> dict[str, Any]:
     return answer
 
 
+def _find_place(name: str, needs: NodeNeeds) -> Any:
+    """Ray's strategy for the actor of an instance.
+
+    Of several nodes: the first bundle of a placement group, whose bundles are placed together or not at all. Ray finds
+    other nodes for those that are lost. It would remove a group that is not detached when the fleet's actor restarts.
+    """
+    if needs.nodes == 1:
+        return "DEFAULT" if needs.gpus else "SPREAD"
+    try:
+        group = get_placement_group(name)
+    except ValueError:  # there is none
+        bundle = {"CPU": 1} | ({"GPU": needs.gpus} if needs.gpus else {})
+        group = placement_group([bundle] * needs.nodes, strategy="STRICT_SPREAD", name=name, lifetime="detached")
+    return PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
+
+
+def _remove_groups_but(names: set[str]) -> None:
+    """Those of this fleet whose instance was not there yet when the fleet's actor ended, or no more."""
+    for group in placement_group_table().values():
+        if group["state"] != "REMOVED" and group["name"] not in names:
+            with contextlib.suppress(ValueError):  # another fleet's
+                remove_placement_group(get_placement_group(group["name"]))
+
+
 def _read_name(name: str) -> tuple[str, int | None]:
     """Kind and plan of an instance."""
     kind, _, number = name.rpartition("-")
@@ -363,11 +293,16 @@ def find_own_address() -> str:
 
 
 def create_fleet(
-    where: RayFleetName, config: ClusterConfig, environment: dict[str, str], *, engine: str = ENGINE
+    where: RayFleetName,
+    config: ClusterConfig,
+    environment: dict[str, str],
+    *,
+    engine: str = ENGINE,
+    placed_s: float = PLACED_S,
 ) -> None:
     """Make its actor, on the head's node: without the head it is of no use.
 
-    ``engine``: the module that each instance runs. Raises ClusterError.
+    ``engine``: the module that each instance runs. ``placed_s``: for nodes to take an instance. Raises ClusterError.
     """
     if not listens(where.address):
         raise ClusterError(f"{where}: no head of Ray listens at {where.address}")
@@ -379,7 +314,7 @@ def create_fleet(
         fleet = (
             ray.remote(Fleet)
             .options(name=FLEET, lifetime="detached", num_cpus=0, max_restarts=-1, resources={HEAD: 0.001})
-            .remote(config, environment, engine)
+            .remote(config, environment, engine, placed_s)
         )
         ray.get(fleet.list_instances.remote("", "", False), timeout=PLACED_S)
     except ValueError:

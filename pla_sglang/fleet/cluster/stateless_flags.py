@@ -23,7 +23,7 @@ def check_stateless_arguments(arguments: Sequence[str]) -> None:
     Raises:
         ConfigError: with every reason.
     """
-    full = [TRANSFER_FLAG, TRANSFER_BACKEND, *map(_expand_flag, arguments)]
+    full = [TRANSFER_FLAG, TRANSFER_BACKEND, *map(expand_flag, arguments)]
     parser = make_parser()
     path = parser.parse_known_args(full)[0].config_file
     from_file = list(_arguments_of(load_yaml(path))) if path else []
@@ -43,7 +43,7 @@ def make_parser() -> Parser:
     return parser
 
 
-def _expand_flag(argument: str) -> str:
+def expand_flag(argument: str) -> str:
     """SGLang takes the beginning of a flag for the flag, where there is only one."""
     name, equals, value = argument.partition("=")
     flags = known_flags()

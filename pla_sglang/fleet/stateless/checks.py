@@ -56,7 +56,6 @@ LIMITS = (
     Limit(("--pipeline-parallel-size", "--pp-size"), "not tested", 1, ONE),
     Limit(("--dp-size", "--data-parallel-size"), "each rank would need peers of its own", 1, ONE),
     Limit(("--dcp-size", "--decode-context-parallel-size"), "not tested", 1, ONE),
-    Limit(("--nnodes",), "not tested", 1, ONE),
     Limit(("--enable-dp-attention",), SPLIT),
     Limit(("--attn-dp-size",), SPLIT, 1, ONE),
     Limit(("--enable-prefill-context-parallel",), "not tested"),
@@ -122,8 +121,11 @@ def check_stateless(args: Any, config: PlaConfig, environment: Mapping[str, str]
 
 
 def check_port(args: Any, config: PlaConfig) -> None:
-    """Raises ConfigError where the bootstrap port is taken: the host would only log it, and nobody could be sent KV."""
-    if not config.stateless:
+    """Raises ConfigError where the bootstrap port is taken: the host would only log it, and nobody could be sent KV.
+
+    The first of an instance's nodes listens there, for the ranks of all.
+    """
+    if not config.stateless or args.node_rank > 0:
         return
     host, port = args.host, args.disaggregation_bootstrap_port
     try:

@@ -32,6 +32,7 @@ from pla_sglang.fleet.stateless.transfer.series import LegSeries
 from pla_sglang.load.legs import LegLoad
 from pla_sglang.plugin.config import PlaConfig
 from pla_sglang.plugin.engine.faults import Faults
+from pla_sglang.plugin.engine.host.arguments import find_bootstrap_host
 from pla_sglang.plugin.engine.host.memory import growth_ratio, reserve_kv
 from pla_sglang.plugin.engine.host.transfers import name_protocol
 from pla_sglang.plugin.engine.snapshot import output_tokens
@@ -63,7 +64,7 @@ class StatelessEngine:
         self.incarnation = secrets.token_hex(8)
         args = scheduler.server_args
         self.bootstrap_port = args.disaggregation_bootstrap_port
-        self.book = PeerBook(args.host, self.bootstrap_port)
+        self.book = PeerBook(find_bootstrap_host(args), self.bootstrap_port)
         agree = self._agree = functools.partial(calls.all_ranks_agree, scheduler)
         receive_caps = Caps.of_share(scheduler, config.receive_share)
         sending, receiving, transfers = build_ends(

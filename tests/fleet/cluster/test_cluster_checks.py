@@ -78,6 +78,11 @@ STATELESS = ("--router", "pla", "--stateless", "1")
             ["--on", "ray", "--router", "pla", "--ssl-certfile", "a.crt", "--ssl-keyfile", "a.key"],
             "--ssl-certfile is not for --on ray: its instances are at addresses of other machines",
         ),
+        (["--tp-size", "2", "--nnodes", "2"], "--nnodes 2 needs nodes beside this machine; allowed: 1, or --on ray"),
+        (
+            ["--on", "ray", "--router", "pla", "--tp-size", "2", "--unified-args", "--nnodes 4"],
+            "--nnodes 4 does not divide the ranks of --tp-size 2 and --pp-size 1; allowed: 1, 2",
+        ),
     ],
 )
 def test_mistakes_are_told_before_anything_starts(

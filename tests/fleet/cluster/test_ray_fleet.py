@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
+import functools
 import itertools
 import os
 import signal
@@ -14,9 +16,8 @@ from typing import Any
 import psutil
 import pytest
 from support.rays import running_ray
-from support.serving import until_ended
+from support.serving import until, until_ended
 
-from pla_sglang.common.errors import ConfigError
 from pla_sglang.fleet.actuators.interface import ActuatorError, StartedInstance
 from pla_sglang.fleet.actuators.ray_actuator import LEASE_S, RayActuator, RayLease
 from pla_sglang.fleet.actuators.ray_names import RayFleetName
@@ -32,6 +33,16 @@ CONFIG = ClusterConfig(
     own={"decode": ("--fail",)},
     most_instances=2,
 )
+WIDE = ClusterConfig(
+    counts={"unified": 1, "prefill": 1, "decode": 1},
+    router="none",
+    common=("--device", "cpu", "--tp-size", "3"),
+    own={
+        "unified": ("--nnodes", "2", "--tp-size", "2"),
+        "prefill": ("--nnodes", "3"),  # more than there are
+        "decode": ("--nnodes", "2", "--tp-size", "2", "--fail-on-node", "1"),
+    },
+)
 NAMES = (f"fleet-{number}" for number in itertools.count())
 Row = dict[str, Any]
 
@@ -42,17 +53,23 @@ def ray_address() -> Iterator[str]:
         yield cluster.address
 
 
-@pytest.fixture
-def where(ray_address: str) -> Iterator[RayFleetName]:
+@contextlib.contextmanager
+def running_fleet(address: str, config: ClusterConfig, **options: Any) -> Iterator[RayFleetName]:
     """A fleet without instances; what a test leaves of it is ended."""
     from pla_sglang.fleet.cluster.ray_fleet import create_fleet
 
-    made = RayFleetName(ray_address, next(NAMES))
-    create_fleet(made, CONFIG, {}, engine=ENGINE)
+    made = RayFleetName(address, next(NAMES))
+    create_fleet(made, config, {}, engine=ENGINE, **options)
     yield made
     actuator = RayActuator(made)
     asyncio.run(actuator.end_fleet())
     asyncio.run(actuator.close())
+
+
+@pytest.fixture
+def where(ray_address: str) -> Iterator[RayFleetName]:
+    with running_fleet(ray_address, CONFIG) as made:
+        yield made
 
 
 async def until_listed(actuator: RayActuator, name: str, holds: Callable[[Row], bool]) -> Row:
@@ -134,6 +151,85 @@ def test_a_lost_instance_comes_back(where: RayFleetName, victim: str) -> None:
     run(where, act)
 
 
+def until_groups(where: RayFleetName, expected: dict[str, list[dict[str, float]]]) -> None:
+    """Until its placement groups that hold nodes, or wait for them, have these bundles, by name."""
+    import ray
+    from ray.util.placement_group import get_placement_group, placement_group_table
+
+    def list_groups() -> dict[str, list[dict[str, float]]]:
+        groups = {}
+        for group in placement_group_table().values():
+            with contextlib.suppress(ValueError):  # another fleet's, or gone
+                if group["state"] != "REMOVED" and get_placement_group(group["name"]):
+                    groups[group["name"]] = list(group["bundles"].values())
+        return groups
+
+    ray.init(address=where.address, namespace=where.name, logging_level="ERROR", log_to_driver=False)
+    try:
+        until(lambda: list_groups() == expected, what=f"groups {expected}", patience_s=LIMIT_S)
+    finally:
+        ray.shutdown()
+
+
+def list_processes(row: Row) -> list[int]:
+    return [node[key] for node in row["nodes"] for key in ("pid", "actor_pid")]
+
+
+def test_nodes_of_an_instance_live_and_end_together(ray_address: str) -> None:
+    """It is lost and comes back as a whole, whichever process of it is killed."""
+
+    async def act(actuator: RayActuator) -> None:
+        started = await actuator.start_instance("unified", 1)
+        assert (await actuator.start_instance("unified", 1)).url == started.url
+        row = await until_listed(actuator, started.name, lambda row: row["state"] == "ready")
+        for number, (node, victim) in enumerate([(1, "pid"), (1, "actor_pid"), (0, "actor_pid")], start=1):
+            lost = row
+            assert len(set(list_processes(lost))) == 4
+            os.kill(lost["nodes"][node][victim], signal.SIGKILL)
+            row = await until_listed(
+                actuator, started.name, lambda row, lost=lost: row["url"] != lost["url"] and row["state"] == "ready"
+            )
+            assert row["restarts"] == number
+            for pid in list_processes(lost):
+                until_ended(pid)
+        assert [one.name for one in await actuator.list_instances()] == [started.name]
+        await actuator.stop_instance(started.name)
+        assert await until_listed(actuator, started.name, lambda row: not row) == {}
+        for pid in list_processes(row):
+            until_ended(pid)
+
+    with running_fleet(ray_address, WIDE) as where:
+        run(where, act)
+        until_groups(where, {})
+
+
+def test_nodes_that_are_not_there_are_said_and_asked_for_no_more(ray_address: str) -> None:
+    async def act(actuator: RayActuator) -> None:
+        line = r"has taken prefill-0 for 5 s: it needs 1 CPU and 0 GPUs of each of 3 nodes"
+        with pytest.raises(ActuatorError, match=line):
+            await actuator.start_instance("prefill", None)
+        assert await actuator.list_instances() == []
+
+    with running_fleet(ray_address, WIDE, placed_s=5.0) as where:
+        run(where, act)
+        until_groups(where, {})
+
+
+def test_a_node_that_cannot_start_leaves_the_instance_dead_and_says_why(ray_address: str) -> None:
+    async def act(actuator: RayActuator) -> None:
+        started = await actuator.start_instance("decode", 1)
+        row = await until_listed(actuator, started.name, lambda row: row["state"] == "dead")
+        assert row["detail"] == f" on {row['nodes'][1]['node']}: error: this engine was told to fail"
+        for pid in (row["pid"], *row["nodes"][1].values()):
+            if isinstance(pid, int):
+                until_ended(pid)
+
+    with running_fleet(ray_address, WIDE) as where:
+        run(where, act)
+        until_groups(where, {"decode-plan-1": [{"CPU": 1.0}] * 2})
+    until_groups(where, {})
+
+
 def test_one_actuator_has_the_lease(where: RayFleetName) -> None:
     async def act(first: RayActuator) -> None:
         second = RayActuator(where)
@@ -164,10 +260,12 @@ def test_a_lease_runs_out_by_the_clock_of_its_holder() -> None:
     assert not lease.acquire()
 
 
-def test_the_fleets_actor_finds_its_instances_again(where: RayFleetName) -> None:
+@pytest.mark.parametrize("config", [CONFIG, WIDE], ids=["on one node", "on two"])
+def test_the_fleets_actor_finds_its_instances_again(ray_address: str, config: ClusterConfig) -> None:
+    """And ends them with their placement groups."""
     import ray
 
-    async def act(actuator: RayActuator) -> None:
+    async def act(where: RayFleetName, actuator: RayActuator) -> None:
         started = await actuator.start_instance("unified", 5)
         await until_listed(actuator, started.name, lambda row: row["state"] == "ready")
         ray.init(address=where.address, namespace=where.name, logging_level="ERROR", log_to_driver=False)
@@ -185,7 +283,9 @@ def test_the_fleets_actor_finds_its_instances_again(where: RayFleetName) -> None
         assert listed == [dataclasses.replace(started, state="ready")]
         assert (await actuator.start_instance("unified", 5)).url == started.url
 
-    run(where, act)
+    with running_fleet(ray_address, config) as where:
+        run(where, functools.partial(act, where))
+    until_groups(where, {})
 
 
 def test_a_second_fleet_of_the_name_is_refused(where: RayFleetName) -> None:
@@ -217,19 +317,6 @@ def test_a_head_that_is_not_there_is_said() -> None:
     run(nowhere, act)
 
 
-def test_gpus_are_those_of_the_ranks() -> None:
-    pytest.importorskip("ray", reason="Ray is an extra")
-    from pla_sglang.fleet.cluster.ray_fleet import count_gpus
-
-    model = ["--model-path", "m"]
-    assert [
-        count_gpus(arguments)
-        for arguments in ([], model, [*model, "--device", "cpu"], [*model, "--tp", "4", "--pp-size=2"])
-    ] == [0, 1, 0, 8]
-    with pytest.raises(ConfigError, match="--nnodes 2 is not for --on ray"):
-        count_gpus([*model, "--nnodes", "2"])
-
-
 def test_a_head_that_is_gone_is_said() -> None:
     """In a Ray of its own, which ends before its fleet does."""
     pytest.importorskip("ray", reason="Ray is an extra")
@@ -248,3 +335,28 @@ def test_a_head_that_is_gone_is_said() -> None:
             assert psutil.pid_exists(row["pid"])
 
         run(own, act)
+
+
+def test_an_instance_that_loses_a_node_comes_back_on_another() -> None:
+    """In a Ray of its own, where the second of two raylets is killed. A third one takes its place later."""
+    on_gpus = dataclasses.replace(WIDE, common=("--model-path", "m", "--tp-size", "4", "--nnodes", "2"), own={})
+    with running_ray(gpus=2) as cluster, running_fleet(cluster.address, on_gpus) as where:
+        (lost_node,) = cluster.worker_nodes
+
+        async def act(actuator: RayActuator) -> None:
+            started = await actuator.start_instance("unified", 1)
+            lost = await until_listed(actuator, started.name, lambda row: row["state"] == "ready")
+            raylet = lost_node.all_processes["raylet"][0].process
+            raylet.kill()
+            raylet.wait()
+            await until_listed(actuator, started.name, lambda row: row["state"] == "starting")
+            for pid in list_processes(lost):
+                until_ended(pid)
+            cluster.add_node(num_cpus=4, num_gpus=2)
+            back = await until_listed(
+                actuator, started.name, lambda row: row["url"] != lost["url"] and row["state"] == "ready"
+            )
+            assert len(set(list_processes(back))) == 4
+            until_groups(where, {started.name: [{"CPU": 1.0, "GPU": 2.0}] * 2})
+
+        run(where, act)

@@ -26,7 +26,6 @@ CASES = [
     ({"pp_size": 2}, "--pipeline-parallel-size 2"),
     ({"dp_size": 2}, "--dp-size 2"),
     ({"dcp_size": 2}, "--dcp-size 2"),
-    ({"nnodes": 2}, "--nnodes 2"),
     ({"enable_dp_attention": True}, "--enable-dp-attention"),
     ({"attn_dp_size": 2}, "--attn-dp-size 2"),
     ({"prefill_decode_interval": 1}, "--prefill-decode-interval 1"),
@@ -102,12 +101,13 @@ def test_models_with_other_state() -> None:
 
 def test_a_bootstrap_port_that_is_taken() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        args = SimpleNamespace(host="127.0.0.1", disaggregation_bootstrap_port=taken.getsockname()[1])
+        args = SimpleNamespace(host="127.0.0.1", node_rank=0, disaggregation_bootstrap_port=taken.getsockname()[1])
         with pytest.raises(
             ConfigError, match=f"--disaggregation-bootstrap-port {taken.getsockname()[1]} cannot be used"
         ):
             check_port(args, CONFIG)
         check_port(args, PlaConfig())
+        check_port(SimpleNamespace(**vars(args) | {"node_rank": 1}), CONFIG)  # its first node listens there
     check_port(args, CONFIG)
 
 

@@ -45,7 +45,7 @@ def asked(**fields: Any) -> Any:
 
 @pytest.fixture
 def front() -> HttpFrontend:
-    return HttpFrontend(SimpleNamespace(host="127.0.0.1", disaggregation_bootstrap_port=8998))
+    return HttpFrontend(SimpleNamespace(host="127.0.0.1", nnodes=1, disaggregation_bootstrap_port=8998))
 
 
 def test_without_a_told_key_legs_come_from_anybody(front: HttpFrontend) -> None:

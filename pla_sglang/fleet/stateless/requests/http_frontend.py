@@ -22,6 +22,7 @@ from pla_sglang.fleet.stateless.requests.router_keys import KeysFullError, Route
 from pla_sglang.fleet.stateless.transfer.legs import LegKind
 from pla_sglang.fleet.stateless.transfer.peers import PeerBook, UnknownPeerError, parse_peer_config
 from pla_sglang.plugin.engine import routes
+from pla_sglang.plugin.engine.host.arguments import find_bootstrap_host
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +48,7 @@ class HttpFrontend:
     """What the process that serves HTTP knows of peers and routers."""
 
     def __init__(self, server_args: Any) -> None:
-        self.book = PeerBook(server_args.host, server_args.disaggregation_bootstrap_port)
+        self.book = PeerBook(find_bootstrap_host(server_args), server_args.disaggregation_bootstrap_port)
         self._keys = RouterKeys(time.monotonic)
         register_messages()
 

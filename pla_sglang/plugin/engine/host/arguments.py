@@ -18,6 +18,13 @@ def resolve(server_args: Any) -> Any:
     return resolved_view(server_args)
 
 
+def find_bootstrap_host(args: Any) -> str:
+    """Where an instance is asked for KV, by the same name on all its nodes: each node has another ``--host``."""
+    if args.nnodes == 1 or not args.dist_init_addr:
+        return str(args.host)
+    return str(args.dist_init_addr).rpartition(":")[0].strip("[]")
+
+
 def find_split_attention(args: Any) -> str | None:
     """The flag by which ranks of one replica get different requests; None: they get the same ones."""
     if getattr(args, "enable_dp_attention", False):
