@@ -176,8 +176,10 @@ async def test_a_newcomer_that_leaves_as_soon_as_it_is_ready_was_ready(actuator:
     async with scaled(actuator) as one:
         assert grow(one) is None
         await one.ready(3)
-        url = one.plane.table.by_number[2].url
-        assert shrink(one, 2) is None, "before the actuator's list is looked at again"
+        worker = one.plane.table.by_number[2]
+        url = worker.url
+        await one.until(lambda: worker.address in one.plane.scaling._listed)  # else it is a stranger that stays
+        assert shrink(one, 2) is None
         await one.until(lambda: actuator.stopped == ["new-1"])
         await one.until(lambda: one.describe_planner()["stopped"] == 1)
         assert one.describe_planner()["starts"] == {"ready": 1}
