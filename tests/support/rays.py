@@ -39,6 +39,7 @@ def running_ray(*, nodes: int = 2, gpus: int = 0) -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in environment().items():
             patch.setenv(name, value)
+        patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)  # of this process, where a test before has hidden all
         has = {"num_cpus": 4, "num_gpus": gpus}
         cluster = Cluster(initialize_head=True, head_node_args={**has, "include_dashboard": False})
         try:
