@@ -228,4 +228,4 @@ def run(options: argparse.Namespace) -> int:
     return int(any(row["aborted"] or row["tokens_wrong"] for row in arms.values()))
 
 
-PAGES = {"elastic_live": page}
+PAGES = {"elastic_live": page, "elastic_live_day": page}  # the second one: ``--day-s 600 --seed 2``
