@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from pla_sglang.common import cli
 from pla_sglang.common.errors import ConfigError
-from pla_sglang.fleet.cluster.stateless_flags import expand_flag
+from pla_sglang.fleet.cluster.stateless_flags import expand_flag, list_file_arguments
 from pla_sglang.plugin.platform import value_of
 from pla_sglang.plugin.start_checks import FILE_FLAG
 from pla_sglang.sim.emulate.arguments import FLAG as EMULATE
@@ -18,6 +17,7 @@ TP_FLAGS = ("--tp-size", "--tensor-parallel-size", "--tp")
 PP_FLAGS = ("--pp-size", "--pipeline-parallel-size")
 RANK, MEETING = "--node-rank", "--dist-init-addr"
 PLACE_FLAGS = (RANK, MEETING, "--nccl-init-addr")
+USE_RAY = "--use-ray"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,8 +40,8 @@ class NodeNeeds:
 def read_ray_needs(arguments: Sequence[str]) -> NodeNeeds:
     """What an instance with these arguments takes in Ray. Raises ConfigError for what actors cannot have."""
     full = list_arguments(arguments)
-    if "--use-ray" in [argument.partition("=")[0] for argument in full]:
-        raise ConfigError("--use-ray is not for --on ray: actors start SGLang's usual processes; leave it out")
+    if USE_RAY in full:
+        raise ConfigError(f"{USE_RAY} is not for --on ray: actors start SGLang's usual processes; leave it out")
     for flag in PLACE_FLAGS:
         if (value := value_of(full, flag)) is not None:
             raise ConfigError(f"{flag} {value} is not for --on ray, which sets it on each node; leave it out")
@@ -66,9 +66,8 @@ def check_local_nodes(arguments: Sequence[str]) -> None:
 def list_arguments(arguments: Sequence[str]) -> list[str]:
     """With the beginnings of flags written out, after those in the file of ``--config``. Raises ConfigError."""
     full = [expand_flag(argument) for argument in arguments]
-    file = value_of(full, FILE_FLAG)
-    keys = cli.load_yaml(file) if file is not None else {}
-    return [*(f"--{cli.key_of(key)}={text}" for key, text in keys.items() if isinstance(text, str)), *full]
+    path = value_of(full, FILE_FLAG)
+    return [*(list_file_arguments(path, {USE_RAY}) if path else ()), *full]
 
 
 def _read_count(arguments: Sequence[str], *flags: str) -> int:

@@ -151,9 +151,8 @@ class Fleet:
             await asyncio.wait_for(asyncio.gather(*waits), DESCRIBE_S)
 
     def _find_refusal(self, kind: str) -> str:
-        kinds = [name for name, count in self._config.counts.items() if count > 0]
-        if kind not in kinds:
-            return f"no kind {kind!r} in this fleet; there are: {', '.join(kinds)}"
+        if kind not in self._needs:
+            return f"no kind {kind!r} in this fleet; there are: {', '.join(self._needs)}"
         alive = sum(member.row["state"] != "dead" for member in self._members.values())
         if alive >= max(self._config.most_instances, sum(self._config.counts.values())):
             return f"{alive} instances are there; allowed: --most-instances {self._config.most_instances}"

@@ -6,10 +6,9 @@ or from other arguments, only the engine can tell.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Container, Sequence
 
-from pla_sglang.common.cli import Parser, load_yaml
+from pla_sglang.common.cli import Parser, key_of, load_yaml
 from pla_sglang.fleet.cluster.spec import TRANSFER_BACKEND, TRANSFER_FLAG
 from pla_sglang.fleet.stateless.checks import LIMITS, VARIABLES, check_stateless
 from pla_sglang.plugin import config as pla_config
@@ -26,7 +25,8 @@ def check_stateless_arguments(arguments: Sequence[str]) -> None:
     full = [TRANSFER_FLAG, TRANSFER_BACKEND, *map(expand_flag, arguments)]
     parser = make_parser()
     path = parser.parse_known_args(full)[0].config_file
-    from_file = list(_arguments_of(load_yaml(path))) if path else []
+    switches = {flag for limit in LIMITS if limit.allowed is None for flag in limit.flags}
+    from_file = list_file_arguments(path, switches) if path else []
     options, _ = parser.parse_known_args([*full[:2], *from_file, *full[2:]])
     check_stateless(options, PlaConfig(stateless=True), pla_config.read_variables(VARIABLES))
 
@@ -53,13 +53,14 @@ def expand_flag(argument: str) -> str:
     return f"{meant[0]}{equals}{value}" if len(meant) == 1 else argument
 
 
-def _arguments_of(values: dict[str, Any]) -> Iterator[str]:
-    """The keys of SGLang's ``--config`` file as arguments, as SGLang reads them; they stand before the others."""
-    switches = {flag for limit in LIMITS if limit.allowed is None for flag in limit.flags}
-    for key, text in values.items():
-        flag = f"--{key}".replace("_", "-")
-        if flag in switches:
-            if text == "true":
-                yield flag
-        elif isinstance(text, str):
-            yield f"{flag}={text}"
+def list_file_arguments(path: str, switches: Container[str]) -> list[str]:
+    """The keys of SGLang's ``--config`` file as arguments, as SGLang reads them; they stand before the others.
+
+    ``switches``: flags without a value, of those that the caller reads. Raises ConfigError.
+    """
+    given = {f"--{key_of(key)}": text for key, text in load_yaml(path).items()}
+    return [
+        flag if flag in switches else f"{flag}={text}"
+        for flag, text in given.items()
+        if isinstance(text, str) and (flag not in switches or text == "true")
+    ]

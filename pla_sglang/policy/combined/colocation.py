@@ -39,7 +39,7 @@ from pla_sglang.policy.interface.step_times import StepTimes
 class ColocationKnobs:
     """Attributes:
     margin: roles are introduced where they bear so many times as much. Closed forms know steady traffic alone: where
-        they gave roles up to 1.2 times as much, roles could lose, and where they gave them 1.5 times, they won.
+        they gave roles up to 1.15 times as much, roles could lose, and where they gave them 1.5 and more, they won.
     rest_s: between two changes.
     memory_share: of the KV cache that the closed forms fill.
     memory: recent requests and answers that the traffic is averaged over.
@@ -49,8 +49,8 @@ class ColocationKnobs:
         sixth more or less come by accident, and bursts bring more.
     spare: see above; between it and 1 there is room for the rate to change.
 
-    Half and twice of the first six moved no share in target on five named workloads (bench/lab/docs/fleets.md), of the
-    others see ``combined`` in bench/lab/docs/rules.md.
+    What half and twice of each decide is in bench/lab/docs/fleets.md, and of the last two, on engines without mixed
+    batches, under ``combined`` in bench/lab/docs/rules.md.
     """
 
     margin: float = knob(1.25, allowed=Range(1))

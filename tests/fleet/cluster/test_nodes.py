@@ -67,6 +67,11 @@ def test_a_file_of_flags_counts(tmp_path: Path) -> None:
     file.write_text("node-rank: 1\n")
     with pytest.raises(ConfigError, match="--node-rank 1 is not for --on ray"):
         read_ray_needs(("--config", str(file)))
+    file.write_text("use-ray: false\n")
+    assert read_ray_needs(("--config", str(file))) == NodeNeeds(1, 0)
+    file.write_text("use_ray: true\n")
+    with pytest.raises(ConfigError, match="--use-ray is not for --on ray"):
+        read_ray_needs(("--config", str(file)))
 
 
 def test_a_cluster_on_one_machine_waits_for_no_other() -> None:
